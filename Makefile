@@ -1,0 +1,126 @@
+# spdp. `make help` lists the targets.
+#
+#   CUDA=auto|0|1   build the CUDA backend: auto = where nvcc is found
+#   ARCH=...        CUDA architectures, default 80 86 89 90a
+#   BUILD=dir       where objects go
+
+MAKEFLAGS += --no-builtin-rules
+
+BUILD ?= build
+BIN ?= .
+CUDA ?= auto
+CC = gcc
+CXX = g++
+AR = ar
+OPT ?= -O3
+SANITIZE ?=
+
+WARN = -Wall -Wextra -Wshadow -Wvla -Werror
+CFLAGS = -std=c11 -D_GNU_SOURCE $(OPT) -g -fopenmp $(SANITIZE) $(WARN) -Wstrict-prototypes -Wmissing-prototypes
+CXXFLAGS = -std=c++17 $(OPT) -g $(SANITIZE) $(WARN)
+LDFLAGS = -fopenmp $(SANITIZE)
+LDLIBS = -lsentencepiece -lcjson -lxxhash -lstdc++ -lm
+
+# ---- what is here -----------------------------------------------------------------------------------
+
+MACHINE := $(shell $(CC) -dumpmachine)
+VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+
+# CPU kernels are built once for each instruction set and chosen at run time.
+ISAS = portable
+ifneq (,$(findstring x86_64,$(MACHINE)))
+ISAS += avx2 avx512 avx512vbmi2
+endif
+FLAGS_portable =
+FLAGS_avx2 = -mavx2 -mfma -mf16c -mpopcnt
+FLAGS_avx512 = $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512
+FLAGS_avx512vbmi2 = $(FLAGS_avx512) -mavx512vbmi2
+
+# Every source but the programs' own makes one library, which programs and tests link.
+PROGRAMS = run.c export/convert.c
+SOURCES = $(filter-out $(PROGRAMS) kernels/cpu_kernels.c, $(wildcard kernels/*.c model/*.c export/*.c tokenizer/*.c))
+OBJECTS = $(SOURCES:%=$(BUILD)/%.o) $(BUILD)/tokenizer/tokenizer.cc.o $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o)
+LIBRARY = $(BUILD)/libspdp.a
+TESTS = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
+
+.PHONY: all deps demo test test-debug debug clean help packages format
+.DEFAULT_GOAL := all
+
+all: $(BIN)/run $(BIN)/convert
+
+help:
+	@echo "make              build ./run and ./convert"
+	@echo "make deps         install the Debian packages of packages.txt"
+	@echo "make demo         build, convert the demo model at 50 % sparsity, print a story"
+	@echo "make test         build and run every test that needs no GPU"
+	@echo "make debug        build with ASan and UBSan into build/debug"
+	@echo "make test-debug   the tests with that build"
+	@echo "make fuzz         build the fuzz targets and replay their corpora (clang)"
+	@echo "make bench        CPU figures: encoder, decode"
+	@echo "make format       clang-format"
+	@echo "make clean"
+
+# ---- packages -----------------------------------------------------------------------------------------
+
+deps:
+	./setup
+
+# One line that names the package instead of a page of compiler errors.
+need = @printf '\043include <$(1)>\n' | $(CXX) -E -x c++ - >/dev/null 2>&1 || \
+	{ echo "$(1) is missing: install $(2), or run 'make deps' for all packages" >&2; exit 1; }
+packages:
+	$(call need,sentencepiece_processor.h,libsentencepiece-dev)
+	$(call need,cjson/cJSON.h,libcjson-dev)
+	$(call need,xxhash.h,libxxhash-dev)
+
+# ---- build ------------------------------------------------------------------------------------------------
+
+$(BIN)/run: $(BUILD)/run.c.o $(LIBRARY)
+	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
+$(BIN)/convert: $(BUILD)/export/convert.c.o $(LIBRARY)
+	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
+$(LIBRARY): $(OBJECTS)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+$(BUILD)/%.c.o: %.c | packages
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -DVERSION='"$(VERSION)"' -MMD -MP -c -o $@ $<
+
+$(BUILD)/%.cc.o: %.cc | packages
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -MMD -MP -c -o $@ $<
+
+$(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o): $(BUILD)/kernels/cpu_kernels.%.o: kernels/cpu_kernels.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(FLAGS_$*) -DCPU_KERNELS=cpu_kernels_$* -DCPU_KERNELS_NAME='"$*"' -MMD -MP -c -o $@ $<
+
+debug:
+	$(MAKE) BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
+# ---- demo and tests -------------------------------------------------------------------------------------------
+
+demo: all
+	./convert demo $(BUILD)/demo.bin --sp 0.5 --force
+	./run $(BUILD)/demo.bin -p "Once upon a time" -n 128 --seed 1
+
+$(BUILD)/tests/%: tests/%.c $(LIBRARY)
+	$(call need,cmocka.h,libcmocka-dev)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(LIBRARY) -lcmocka $(LDLIBS)
+
+test: all $(TESTS)
+	BIN=$(BIN) BUILD=$(BUILD) tests/run.sh $(TESTS)
+
+test-debug: debug
+	$(MAKE) BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined" test
+
+format:
+	clang-format -i $(wildcard *.c kernels/*.[ch] model/*.[ch] export/*.[ch] tokenizer/*.[ch] tokenizer/*.cc tests/*.[ch])
+
+clean:
+	rm -rf build run convert
+
+-include $(OBJECTS:.o=.d) $(PROGRAMS:%=$(BUILD)/%.d) $(TESTS:=.d)

@@ -1,0 +1,100 @@
+/* backend.h: the operations that a forward pass is made of, and the memory they work on.
+ *
+ * A backend is one table of functions. The forward pass (model/model.c) is written once over it. Every
+ * operation's CPU version is the reference for its CUDA version.
+ *
+ * Conventions: n = number of tokens (1 in decode); activations are row-major (n, width); inputs of
+ * products are fp16, rounded once where they are produced; the residual stream and all sums are fp32.
+ * Pointers are to the backend's memory. Operations run in the order of the calls; finish() waits. */
+#ifndef SPDP_BACKEND_H
+#define SPDP_BACKEND_H
+
+#include "matrix.h"
+#include "sampling.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What the products of decode steps (n = 1) had to touch, summed per site. */
+typedef struct {
+    uint64_t elements;          // rows * cols of Tiled-CBC matrices
+    uint64_t active_elements;   // ... in columns that were not skipped
+    uint64_t active_nonzeros;   // nonzeros in those columns
+    uint64_t bytes;             // weight bytes needed, metadata included; dense matrices too
+} ProductStats;
+
+/* Sizes that the attention operations share. */
+typedef struct {
+    int n_heads, n_kv_heads, head_dim;
+    int seq_len;  // positions that a cache has room for
+} AttentionShape;
+
+typedef struct Backend Backend;
+struct Backend {
+    const char *name;                  // "cpu"
+    char device[128];                  // what it runs on, for people
+    int max_tokens;                    // largest n it wants in one call (prefill chunk)
+    ProductStats stats[N_SITES];       // reset by the caller
+    void *ctx;                         // the backend's own
+
+    /* Memory. alloc gives zeros, NULL when there is no room. upload makes host bytes (which stay mapped
+     * and unchanged while the backend lives) readable for operations until the backend is freed; NULL when
+     * there is no room. */
+    void *(*alloc)(Backend *be, size_t bytes);
+    void (*release)(Backend *be, void *p);
+    const void *(*upload)(Backend *be, const void *host, size_t bytes);
+
+    /* out[i] = row ids[i] of table.   out (n, cols) fp32;  ids (n) in host memory */
+    void (*embed)(Backend *be, float *out, const Matrix *table, const int *ids, int n);
+
+    /* out = x / sqrt(mean(x^2) + eps) * weight.   out (n, dim) fp16;  x (n, dim) fp32;  weight (dim) */
+    void (*rmsnorm)(Backend *be, fp16 *out, const float *x, const fp16 *weight, int n, int dim, float eps);
+
+    /* out = W x.   out (n, rows) fp32;  x (n, cols) fp16.
+     * threshold: NULL, or one float: elements with |x_k| <= *threshold count as zero where W is
+     * Tiled-CBC. Exact zeros are skipped anyway. An x that is not finite is remembered for finish(). */
+    void (*matmul)(Backend *be, float *out, const Matrix *w, const fp16 *x, int n, const float *threshold);
+
+    /* out += W x: the same, added to the residual stream. */
+    void (*matmul_add)(Backend *be, float *out, const Matrix *w, const fp16 *x, int n,
+                       const float *threshold);
+
+    /* out_i = silu(y_2i) * y_2i+1 with y = W x, gate and up interleaved.   out (n, rows / 2) fp16 */
+    void (*matmul_swiglu)(Backend *be, fp16 *out, const Matrix *w, const fp16 *x, int n,
+                          const float *threshold);
+
+    /* Rotate q and k by position, append k and v to one layer's cache.
+     *   q        (n, n_heads * head_dim) fp16, written
+     *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16; positions pos .. pos + n - 1 are written
+     *   qkv      (n, (n_heads + 2 n_kv_heads) * head_dim) fp32
+     *   rope     (seq_len, head_dim) fp32: cos, sin of pair i at [2i], [2i + 1]; pairs are adjacent */
+    void (*rope_append)(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                        const float *rope, const AttentionShape *shape, int pos, int n);
+
+    /* Causal attention of tokens pos .. pos + n - 1 over positions 0 .. own.
+     *   out, q   (n, n_heads * head_dim) fp16 */
+    void (*attention)(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
+                      const AttentionShape *shape, int pos, int n);
+
+    /* Token for one row of logits (n) in backend memory, by sample_token(); waits for it. -1 if a logit is not
+     * finite. */
+    int (*sample)(Backend *be, const float *logits, int n, const SampleParams *params, uint64_t step);
+
+    /* Wait for everything, copy count floats to the host if out is not NULL, and report the first input
+     * of a product that was not finite since the last call (ERR_NUMBER, naming layer and site). */
+    int (*finish)(Backend *be, float *out, const float *values, size_t count, Error *err);
+
+    void (*free)(Backend *be);  // releases be itself; NULL is not allowed
+};
+
+/* The CPU backend.
+ *   n_threads  0 = one per physical core that this process may use
+ *   isa        NULL = the best this machine runs; or "avx512vbmi2", "avx512", "avx2", "portable"
+ * Returns 0, ERR_USAGE (no such instruction set in this build or machine) or ERR_MEMORY. */
+int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

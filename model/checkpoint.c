@@ -1,0 +1,347 @@
+#include "checkpoint.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#define MAX_SECTIONS 65536  // far above any model; keeps the search for duplicates short
+
+uint64_t format_hash(const FileHeader *header, const FileSection *table) {
+    FileHeader h = *header;
+    h.hash = 0;
+    return XXH3_64bits_withSeed(table, (size_t)h.n_sections * sizeof *table, XXH3_64bits(&h, sizeof h));
+}
+
+/* What config demands of a section kind. */
+typedef struct {
+    const char *name;
+    size_t rows, cols;  // 0: bytes
+    bool per_layer, required, may_be_tiled;
+} SectionRule;
+
+/* False for a kind that this version does not know. */
+static bool section_rule(SectionRule *rule, const Config *c, uint32_t kind) {
+    const size_t dim = (size_t)c->dim, hidden = (size_t)c->hidden_dim, vocab = (size_t)c->vocab_size;
+    switch (kind) {
+    case SECTION_EMBEDDING: *rule = (SectionRule){"embedding", vocab, dim, false, true, false}; return true;
+    case SECTION_HEAD: *rule = (SectionRule){"head", vocab, dim, false, false, false}; return true;
+    case SECTION_FINAL_NORM: *rule = (SectionRule){"final norm", 1, dim, false, true, false}; return true;
+    case SECTION_ATTN_NORM: *rule = (SectionRule){"attention norm", 1, dim, true, true, false}; return true;
+    case SECTION_QKV:
+        *rule = (SectionRule){"q|k|v", config_q_dim(c) + 2 * config_kv_dim(c), dim, true, true, true};
+        return true;
+    case SECTION_O: *rule = (SectionRule){"o", dim, config_q_dim(c), true, true, true}; return true;
+    case SECTION_MLP_NORM: *rule = (SectionRule){"MLP norm", 1, dim, true, true, false}; return true;
+    case SECTION_GATE_UP: *rule = (SectionRule){"gate|up", 2 * hidden, dim, true, true, true}; return true;
+    case SECTION_DOWN: *rule = (SectionRule){"down", dim, hidden, true, true, true}; return true;
+    case SECTION_TOKENIZER: *rule = (SectionRule){"tokenizer", 0, 0, false, false, false}; return true;
+    case SECTION_PROVENANCE: *rule = (SectionRule){"provenance", 0, 0, false, false, false}; return true;
+    default: return false;
+    }
+}
+
+static int check_header(const FileHeader *h, size_t bytes, Error *err) {
+    if (memcmp(h->magic, FILE_MAGIC, sizeof h->magic) != 0) {
+        return error_set(err, ERR_FORMAT, memcmp(h->magic, FILE_MAGIC, 6) == 0
+                                              ? "damaged in transfer: line ends were changed"
+                                              : "not a model file made by convert");
+    }
+    if (h->version != FILE_VERSION) {
+        return error_set(err, ERR_FORMAT, "format version %u, this program reads version %d", h->version,
+                         FILE_VERSION);
+    }
+    if (h->file_bytes != bytes) {
+        return error_set(err, ERR_FORMAT, "%zu bytes long, should be %llu: truncated or still being written",
+                         bytes, (unsigned long long)h->file_bytes);
+    }
+    if (h->n_sections > MAX_SECTIONS || h->table_offset % 8 != 0 || h->table_offset < sizeof *h ||
+        h->table_offset > bytes || h->n_sections > (bytes - h->table_offset) / sizeof(FileSection)) {
+        return error_set(err, ERR_FORMAT, "section table lies outside the file");
+    }
+    return OK;
+}
+
+static Config read_config(const FileHeader *h) {
+    Config c = {
+        .dim = h->dim,
+        .hidden_dim = h->hidden_dim,
+        .n_layers = h->n_layers,
+        .n_heads = h->n_heads,
+        .n_kv_heads = h->n_kv_heads,
+        .head_dim = h->head_dim,
+        .seq_len = h->seq_len,
+        .vocab_size = h->vocab_size,
+        .norm_eps = h->norm_eps,
+        .rope_theta = h->rope_theta,
+        .bos_id = h->bos_id,
+        .n_eos = h->n_eos,
+    };
+    _Static_assert(MAX_EOS == FILE_MAX_EOS, "the file holds as many ids as the config");
+    memcpy(c.eos_id, h->eos_id, sizeof c.eos_id);
+    return c;
+}
+
+/* Row map: parts of a fused matrix stay inside it and have as many rows together as it has. */
+static bool parts_fit(const FileSection *s) {
+    uint64_t total = 0;
+    if (s->n_parts > FILE_MAX_PARTS) {
+        return false;
+    }
+    for (uint32_t i = 0; i < s->n_parts; i++) {
+        const FilePart *p = &s->part[i];
+        if (p->n_rows == 0 || p->step == 0 || p->name[sizeof p->name - 1] != 0 ||
+            p->first + (uint64_t)p->step * (p->n_rows - 1) >= s->rows) {
+            return false;
+        }
+        total += p->n_rows;
+    }
+    return s->n_parts == 0 || total == s->rows;
+}
+
+/* Does a section have the form that its kind demands? Does not look at its bytes. */
+static int check_form(const FileSection *s, const SectionRule *rule, Error *err) {
+    if (rule->rows == 0) {
+        if (s->format != 0 || s->value_type != VALUE_BYTES || s->rows != 1 || s->cols != s->bytes) {
+            return error_set(err, ERR_FORMAT, "should be plain bytes");
+        }
+        return OK;
+    }
+    if (s->rows != rule->rows || s->cols != rule->cols) {
+        return error_set(err, ERR_SHAPE, "is %llu x %llu, the config demands %zu x %zu",
+                         (unsigned long long)s->rows, (unsigned long long)s->cols, rule->rows, rule->cols);
+    }
+    if (s->value_type != VALUE_FP16) {
+        return error_set(err, ERR_FORMAT, "has value type %u, this program reads fp16 (%d)", s->value_type,
+                         VALUE_FP16);
+    }
+    if (!parts_fit(s)) {
+        return error_set(err, ERR_FORMAT, "has a row map that does not fit");
+    }
+    if (s->format == FORMAT_DENSE) {
+        const size_t bytes = rule->rows * dense_stride(rule->cols) * sizeof(fp16);
+        return s->bytes == bytes ? OK
+                                 : error_set(err, ERR_FORMAT, "has %llu bytes, its shape needs %zu",
+                                             (unsigned long long)s->bytes, bytes);
+    }
+    if (s->format != FORMAT_TILED_CBC || !rule->may_be_tiled) {
+        return error_set(err, ERR_FORMAT, "has storage format %u, which is not possible here", s->format);
+    }
+    if (s->tile_m != TILE_M || s->tile_k != TILE_K) {
+        return error_set(err, ERR_FORMAT, "has tiles of %u x %u, this program reads %d x %d", s->tile_m,
+                         s->tile_k, TILE_M, TILE_K);
+    }
+    return OK;
+}
+
+/* The arrays of a Tiled-CBC section, and what the table says of them. */
+static int check_tiles(const FileSection *s, const void *block, Error *err) {
+    TiledCbc cbc;
+    TiledCbcStats stats;
+    int rc = tiled_cbc_view(&cbc, block, s->bytes, s->rows, s->cols, err);
+    if (!rc) {
+        rc = tiled_cbc_validate(&cbc, &stats, err);
+    }
+    if (!rc && (stats.nnz != s->nnz || stats.max_col_values != s->max_col_values ||
+                stats.max_gtile_values != s->max_gtile_values)) {
+        rc = error_set(err, ERR_FORMAT, "holds other counts than the section table says");
+    }
+    return rc;
+}
+
+/* "section 12 (down, layer 3): ..." before the reason. */
+static int section_error(Error *err, size_t index, const SectionRule *rule, int layer) {
+    char where[80];
+    if (rule->per_layer) {
+        snprintf(where, sizeof where, "section %zu (%s, layer %d)", index, rule->name, layer);
+    } else {
+        snprintf(where, sizeof where, "section %zu (%s)", index, rule->name);
+    }
+    return error_prefix(err, where);
+}
+
+/* Place, kind, layer and form of every section. */
+static int check_table(const Checkpoint *ck, Error *err) {
+    uint64_t end = sizeof(FileHeader);
+    for (size_t i = 0; i < ck->n_sections; i++) {
+        const FileSection *s = &ck->sections[i];
+        if (s->offset % FILE_ALIGN != 0 || s->offset < end || s->offset > ck->bytes ||
+            s->bytes > ck->bytes - s->offset || ck->bytes - s->offset - s->bytes < MEMORY_SLACK) {
+            return error_set(err, ERR_FORMAT, "section %zu lies outside the file or over another", i);
+        }
+        end = s->offset + s->bytes + MEMORY_SLACK;
+        SectionRule rule;
+        if (!section_rule(&rule, &ck->config, s->kind)) {
+            if (s->flags & SECTION_OPTIONAL) {
+                continue;
+            }
+            return error_set(err, ERR_FORMAT, "section %zu is of kind %u, which this program does not know", i,
+                             s->kind);
+        }
+        if (rule.per_layer ? s->layer < 0 || s->layer >= ck->config.n_layers : s->layer != -1) {
+            return error_set(err, ERR_FORMAT, "section %zu (%s) names layer %d", i, rule.name, s->layer);
+        }
+        if (checkpoint_find(ck, s->kind, s->layer) != s) {
+            return error_set(err, ERR_FORMAT, "section %zu: a second %s for layer %d", i, rule.name, s->layer);
+        }
+        if (check_form(s, &rule, err)) {
+            return section_error(err, i, &rule, s->layer);
+        }
+    }
+    return OK;
+}
+
+static int check_complete(const Checkpoint *ck, Error *err) {
+    for (uint32_t kind = SECTION_EMBEDDING; kind <= SECTION_PROVENANCE; kind++) {
+        SectionRule rule;
+        if (!section_rule(&rule, &ck->config, kind) || !rule.required) {
+            continue;
+        }
+        for (int layer = rule.per_layer ? 0 : -1; layer < (rule.per_layer ? ck->config.n_layers : 0); layer++) {
+            if (!checkpoint_find(ck, kind, layer)) {
+                return error_set(err, ERR_FORMAT, "no section for %s, layer %d", rule.name, layer);
+            }
+        }
+    }
+    return OK;
+}
+
+/* All Tiled-CBC arrays, in parallel: a large model has hundreds of megabytes of bitmaps. */
+static int check_all_tiles(const Checkpoint *ck, Error *err) {
+    Error first = {.code = OK};
+    size_t first_index = SIZE_MAX;
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < ck->n_sections; i++) {
+        const FileSection *s = &ck->sections[i];
+        SectionRule rule;
+        Error e;
+        if (s->format != FORMAT_TILED_CBC || !section_rule(&rule, &ck->config, s->kind) ||
+            !check_tiles(s, checkpoint_bytes(ck, s), &e)) {
+            continue;
+        }
+        section_error(&e, i, &rule, s->layer);
+#pragma omp critical(first_fault)
+        if (i < first_index) {
+            first_index = i;
+            first = e;
+        }
+    }
+    return first.code ? error_set(err, first.code, "%s", first.text) : OK;
+}
+
+int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err) {
+    if (bytes < sizeof(FileHeader)) {
+        return error_set(err, ERR_FORMAT, "%zu bytes are too few for a model file", bytes);
+    }
+    const FileHeader *header = data;
+    int rc = check_header(header, bytes, err);
+    if (rc) {
+        return rc;
+    }
+    Checkpoint seen = {
+        .config = read_config(header),
+        .data = data,
+        .bytes = bytes,
+        .sections = (const FileSection *)((const unsigned char *)data + header->table_offset),
+        .n_sections = header->n_sections,
+    };
+    if (format_hash(header, seen.sections) != header->hash) {
+        return error_set(err, ERR_FORMAT, "header or section table is damaged (checksum differs)");
+    }
+    if ((rc = config_check(&seen.config, err)) || (rc = check_table(&seen, err)) ||
+        (rc = check_complete(&seen, err)) || (rc = check_all_tiles(&seen, err))) {
+        return rc;
+    }
+    *ck = seen;
+    return OK;
+}
+
+int checkpoint_open(Checkpoint *ck, const char *path, Error *err) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) != 0) {
+        const int reason = errno;
+        if (fd >= 0) {
+            close(fd);
+        }
+        return error_set(err, ERR_OPEN, "%.300s: %s", path, strerror(reason));
+    }
+    if (!S_ISREG(st.st_mode) || st.st_size == 0) {
+        close(fd);
+        return error_set(err, ERR_OPEN, "%.300s: %s", path,
+                         S_ISDIR(st.st_mode)   ? "is a directory; run takes the file that convert made of it"
+                         : S_ISREG(st.st_mode) ? "is empty"
+                                               : "is not a regular file");
+    }
+    const size_t bytes = (size_t)st.st_size;
+    void *data = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    const int reason = errno;
+    close(fd);
+    if (data == MAP_FAILED) {
+        return error_set(err, ERR_OPEN, "%.300s: cannot be mapped: %s", path, strerror(reason));
+    }
+    const int rc = checkpoint_parse(ck, data, bytes, err);
+    if (rc) {
+        munmap(data, bytes);
+        error_prefix(err, path);
+        return rc;
+    }
+    ck->mapped = true;
+    return OK;
+}
+
+void checkpoint_close(Checkpoint *ck) {
+    if (ck->mapped) {
+        munmap((void *)(uintptr_t)ck->data, ck->bytes);
+    }
+    *ck = (Checkpoint){0};
+}
+
+int checkpoint_verify(const Checkpoint *ck, Error *err) {
+    for (size_t i = 0; i < ck->n_sections; i++) {
+        const FileSection *s = &ck->sections[i];
+        if (XXH3_64bits(checkpoint_bytes(ck, s), s->bytes) != s->checksum) {
+            return error_set(err, ERR_FORMAT, "section %zu (%.31s) is damaged (checksum differs)", i, s->name);
+        }
+    }
+    return OK;
+}
+
+const FileSection *checkpoint_find(const Checkpoint *ck, uint32_t kind, int layer) {
+    for (size_t i = 0; i < ck->n_sections; i++) {
+        if (ck->sections[i].kind == kind && ck->sections[i].layer == layer) {
+            return &ck->sections[i];
+        }
+    }
+    return NULL;
+}
+
+static Site section_site(uint32_t kind) {
+    switch (kind) {
+    case SECTION_QKV: return SITE_ATTN_IN;
+    case SECTION_O: return SITE_ATTN_OUT;
+    case SECTION_GATE_UP: return SITE_MLP_IN;
+    case SECTION_DOWN: return SITE_MLP_HIDDEN;
+    default: return SITE_HEAD;
+    }
+}
+
+Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s) {
+    Matrix m = {
+        .format = (MatrixFormat)s->format,
+        .rows = s->rows,
+        .cols = s->cols,
+        .layer = s->layer,
+        .site = section_site(s->kind),
+    };
+    if (m.format == FORMAT_DENSE) {
+        m.dense = checkpoint_bytes(ck, s);
+        m.stride = dense_stride(m.cols);
+    } else {
+        CHECK(tiled_cbc_view(&m.cbc, checkpoint_bytes(ck, s), s->bytes, s->rows, s->cols, NULL) == OK);
+    }
+    return m;
+}

@@ -1,0 +1,79 @@
+#include "generate.h"
+
+#include <string.h>
+
+const char *stop_reason_name(StopReason reason) {
+    static const char *const names[] = {"length", "eos", "stop", "context"};
+    return names[reason];
+}
+
+static ProductStats sum_stats(const Backend *be) {
+    ProductStats sum = {0};
+    for (int site = 0; site < N_SITES; site++) {
+        sum.elements += be->stats[site].elements;
+        sum.active_elements += be->stats[site].active_elements;
+        sum.active_nonzeros += be->stats[site].active_nonzeros;
+        sum.bytes += be->stats[site].bytes;
+    }
+    return sum;
+}
+
+/* Next token after position pos - 1, whose logits are computed. */
+static int next_token(int *id, Model *m, const SampleParams *params, int pos, uint64_t step, Error *err) {
+    const int rc = m->be->finish(m->be, NULL, NULL, 0, err);
+    if (rc) {
+        return rc;
+    }
+    *id = m->be->sample(m->be, m->state.logits, m->config.vocab_size, params, step);
+    return *id >= 0 ? OK : error_set(err, ERR_NUMBER, "logits at position %d are not finite", pos - 1);
+}
+
+int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
+             TokenSink *sink, Error *err) {
+    if (n_prompt > m->seq_len) {
+        return error_set(err, ERR_USAGE, "the prompt has %d tokens, the context holds %d", n_prompt, m->seq_len);
+    }
+    const int room = m->seq_len - n_prompt;
+    const bool to_context = params->n_new < 0 || params->n_new > room;
+    const int n_new = to_context ? room : params->n_new;
+    double *token_ms = malloc(((size_t)n_new + 1) * sizeof *token_ms);
+    if (!token_ms) {
+        return error_set(err, ERR_MEMORY, "no memory for the times of %d tokens", n_new);
+    }
+    GenerateResult r = {.stop = to_context ? STOP_CONTEXT : STOP_LENGTH};
+    const double written_before = sink->write_ms, start = time_ms();
+    int rc = model_prefill(m, prompt, n_prompt, 0, err);
+    const double prefill_ms = time_ms() - start;
+    memset(m->be->stats, 0, sizeof m->be->stats);
+
+    double cache_bytes = 0;
+    int n = 0;
+    while (!rc && n < n_new) {
+        int id;
+        const int pos = n_prompt + n;  // where the new token will stand
+        if ((rc = next_token(&id, m, &params->sample, pos, (uint64_t)n, err))) {
+            break;
+        }
+        token_ms[n++] = time_ms() - start - (sink->write_ms - written_before);
+        if (!params->ignore_eos && config_is_eos(&m->config, id)) {
+            r.stop = STOP_EOS;
+            break;
+        }
+        if (sink->token(sink->user, id)) {
+            r.stop = STOP_STRING;
+            break;
+        }
+        if (n < n_new) {
+            model_forward(m, &id, 1, pos);
+            cache_bytes += (double)model_step_bytes(m, pos);
+        }
+    }
+    if (!rc) {
+        r.timing = timing_of(token_ms, (size_t)n, (size_t)n_prompt, prefill_ms);
+        r.products = sum_stats(m->be);
+        r.bytes_per_token = n > 1 ? (cache_bytes + (double)r.products.bytes) / (n - 1) : 0;
+        *result = r;
+    }
+    free(token_ms);
+    return rc;
+}

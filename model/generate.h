@@ -1,0 +1,37 @@
+/* generate.h: prefill a prompt, then decode token by token. */
+#ifndef SPDP_GENERATE_H
+#define SPDP_GENERATE_H
+
+#include "model.h"
+#include "timing.h"
+
+typedef enum { STOP_LENGTH, STOP_EOS, STOP_STRING, STOP_CONTEXT } StopReason;
+const char *stop_reason_name(StopReason reason);  // "length", "eos", "stop", "context"
+
+/* Receives every token that is text (no end-of-sequence). Returns true to stop: a stop string was met. */
+typedef struct {
+    bool (*token)(void *user, int id);
+    void *user;
+    double write_ms;  // the sink adds what it spent writing to a terminal or pipe; kept out of the times
+} TokenSink;
+
+typedef struct {
+    int n_new;        // most new tokens; 0 = prefill only, -1 = until the context is full
+    bool ignore_eos;  // decode on past end-of-sequence ids
+    SampleParams sample;
+} GenerateParams;
+
+typedef struct {
+    Timing timing;
+    StopReason stop;
+    ProductStats products;     // decode steps, all sites
+    double bytes_per_token;    // weights, norms, head and KV read by a decode step, mean
+} GenerateResult;
+
+/* Generate after prompt (n_prompt >= 1 ids within the vocabulary) from an empty cache.
+ * Returns 0, ERR_USAGE (prompt longer than the context, named with both numbers), ERR_NUMBER or
+ * ERR_MEMORY. */
+int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
+             TokenSink *sink, Error *err);
+
+#endif

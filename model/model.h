@@ -1,0 +1,72 @@
+/* model.h: a Llama-2 model on a backend, and its forward pass. */
+#ifndef SPDP_MODEL_H
+#define SPDP_MODEL_H
+
+#include "../kernels/backend.h"
+#include "checkpoint.h"
+
+typedef struct {
+    const fp16 *attn_norm;  // (dim)
+    Matrix qkv;             // (q_dim + 2 kv_dim, dim)
+    Matrix o;               // (dim, q_dim)
+    const fp16 *mlp_norm;   // (dim)
+    Matrix gate_up;         // (2 hidden_dim, dim), rows interleaved
+    Matrix down;            // (dim, hidden_dim)
+} LayerWeights;
+
+typedef struct {
+    Matrix embedding;        // (vocab_size, dim)
+    Matrix head;             // (vocab_size, dim); the embedding where tied
+    const fp16 *final_norm;  // (dim)
+    const float *rope;       // (seq_len, head_dim) cos and sin of each pair's angle at each position
+    LayerWeights *layers;    // n_layers
+} Weights;
+
+/* Buffers in backend memory; B = the chunk of tokens computed at once. */
+typedef struct {
+    float *x;        // (B, dim) residual stream
+    fp16 *x_norm;    // (B, dim) input of a product
+    float *qkv;      // (B, q_dim + 2 kv_dim)
+    fp16 *q;         // (B, q_dim)
+    fp16 *attn;      // (B, q_dim)
+    fp16 *hidden;    // (B, hidden_dim)
+    float *logits;   // (logit_rows, vocab_size)
+    fp16 *k_cache;   // (n_layers, n_kv_heads, seq_len, head_dim)
+    fp16 *v_cache;   // the same
+} RunState;
+
+typedef struct {
+    Config config;
+    Backend *be;     // not owned
+    Weights weights;
+    RunState state;
+    float *host_rope;  // what weights.rope was uploaded from
+    int seq_len;     // positions in the KV cache
+    int chunk;       // B
+    int logit_rows;  // rows of state.logits
+    size_t weight_bytes, kv_bytes, scratch_bytes;
+} Model;
+
+/* Put a checkpoint's weights on a backend and allocate the state.
+ *   ck       stays open while the model lives
+ *   seq_len  length of the KV cache; 0 = min(config.seq_len, 4096)
+ *   all_logits  keep logits of every token of a chunk (perplexity), not only of the last
+ * Returns 0, ERR_USAGE (seq_len over the model's) or ERR_MEMORY (says which context would fit). */
+int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits, Error *err);
+void model_free(Model *m);
+
+/* Compute tokens ids[0 .. n-1] at positions pos .. pos + n - 1; the cache must hold 0 .. pos - 1.
+ * n = 1 is a decode step; more is prefill and at most m->chunk.
+ * Afterwards state.logits holds the last token's logits in row 0 (all n rows if loaded with all_logits).
+ * Does not wait; a number that is not finite is reported by backend finish(). */
+void model_forward(Model *m, const int *ids, int n, int pos);
+
+/* Prefill any number of tokens in chunks. Logits of the last token are left in row 0.
+ * Returns 0 or ERR_NUMBER. */
+int model_prefill(Model *m, const int *ids, int n, int pos, Error *err);
+
+/* Bytes that one decode step at position pos has to read apart from layers' products: head, norms,
+ * embedding row and KV cache. Products count themselves (Backend.stats). */
+size_t model_step_bytes(const Model *m, int pos);
+
+#endif
