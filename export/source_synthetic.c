@@ -114,11 +114,10 @@ static void random_row(const Synthetic *synthetic, Tensor tensor, int layer, siz
     for (size_t begin = 0; begin < cols; begin += WEIGHTS_PER_DRAW, counter[0]++) {
         uint32_t draw[4];
         philox4x32_10(draw, counter, key);
-        fp16 weights[WEIGHTS_PER_DRAW];
-        for (size_t i = 0; i < WEIGHTS_PER_DRAW; i++) {
-            weights[i] = synthetic->quantiles[draw[i / 2] >> 16 * (i % 2) & 0xffff];
+        const size_t n = min_size(cols - begin, WEIGHTS_PER_DRAW);
+        for (size_t i = 0; i < n; i++) {
+            out[begin + i] = synthetic->quantiles[draw[i / 2] >> 16 * (i % 2) & 0xffff];
         }
-        memcpy(out + begin, weights, min_size(cols - begin, WEIGHTS_PER_DRAW) * sizeof *weights);
     }
 }
 

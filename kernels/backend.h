@@ -40,12 +40,20 @@ struct Backend {
 
     /* Memory. alloc gives zeros, NULL when there is no room. upload makes host bytes (which stay mapped
      * and unchanged while the backend lives) readable for operations until the backend is freed; NULL when
-     * there is no room. */
+     * there is no room. write and read copy between the host and the backend's memory; read waits. */
     void *(*alloc)(Backend *be, size_t bytes);
     void (*release)(Backend *be, void *p);
     const void *(*upload)(Backend *be, const void *host, size_t bytes);
+    void (*write)(Backend *be, void *to, const void *host, size_t bytes);
+    void (*read)(Backend *be, void *host, const void *from, size_t bytes);
 
-    /* out[i] = row ids[i] of table.   out (n, cols) fp32;  ids (n) in host memory */
+    /* Around the operations of one forward pass of n tokens. begin_step returns false when the backend has
+     * recorded the operations of an earlier step with this n and replays them: they need not be called. The
+     * pointers must then be the same as in that step; what they point to may differ. */
+    bool (*begin_step)(Backend *be, int n);
+    void (*end_step)(Backend *be);
+
+    /* out[i] = row ids[i] of table.   out (n, cols) fp32;  ids (n) */
     void (*embed)(Backend *be, float *out, const Matrix *table, const int *ids, int n);
 
     /* out = x / sqrt(mean(x^2) + eps) * weight.   out (n, dim) fp16;  x (n, dim) fp32;  weight (dim) */
@@ -66,27 +74,33 @@ struct Backend {
 
     /* Rotate q and k by position, append k and v to one layer's cache.
      *   q        (n, n_heads * head_dim) fp16, written
-     *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16; positions pos .. pos + n - 1 are written
+     *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16; positions *pos .. *pos + n - 1 are written
      *   qkv      (n, (n_heads + 2 n_kv_heads) * head_dim) fp32
-     *   rope     (seq_len, head_dim) fp32: cos, sin of pair i at [2i], [2i + 1]; pairs are adjacent */
+     *   rope     (seq_len, head_dim) fp32: cos, sin of pair i at [2i], [2i + 1]; pairs are adjacent
+     *   pos      one int: position of the first token */
     void (*rope_append)(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
-                        const float *rope, const AttentionShape *shape, int pos, int n);
+                        const float *rope, const AttentionShape *shape, const int *pos, int n);
 
-    /* Causal attention of tokens pos .. pos + n - 1 over positions 0 .. own.
+    /* Causal attention of tokens *pos .. *pos + n - 1 over positions 0 .. own.
      *   out, q   (n, n_heads * head_dim) fp16 */
     void (*attention)(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                      const AttentionShape *shape, int pos, int n);
+                      const AttentionShape *shape, const int *pos, int n);
 
-    /* Token for one row of logits (n) in backend memory, by sample_token(); waits for it. -1 if a logit is not
-     * finite. */
-    int (*sample)(Backend *be, const float *logits, int n, const SampleParams *params, uint64_t step);
+    /* Choose a token by sample_token() from one row of logits (n): finish(), then ERR_NUMBER if a logit is
+     * not finite. */
+    int (*sample)(Backend *be, int *id, const float *logits, int n, const SampleParams *params, uint64_t step,
+                  Error *err);
 
-    /* Wait for everything, copy count floats to the host if out is not NULL, and report the first input
-     * of a product that was not finite since the last call (ERR_NUMBER, naming layer and site). */
-    int (*finish)(Backend *be, float *out, const float *values, size_t count, Error *err);
+    /* Wait for everything and report the first input of a product that was not finite since the last call:
+     * ERR_NUMBER, naming layer and site. */
+    int (*finish)(Backend *be, Error *err);
 
     void (*free)(Backend *be);  // releases be itself; NULL is not allowed
 };
+
+/* ERR_NUMBER with the words that every backend uses. */
+int input_fault(int layer, Site site, Error *err);
+int logit_fault(Error *err);
 
 /* The CPU backend.
  *   n_threads  0 = one per physical core that this process may use

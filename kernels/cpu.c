@@ -15,6 +15,7 @@
 #define KEY_BLOCK 64        // positions that attention takes at once
 #define QUERY_BLOCK 8       // tokens that share a walk over keys and values
 #define CONTEXT_SLICE 512   // positions of a decode step's context that one task takes
+#define SERIAL_WORK 100000  // multiply-adds below which waking other threads costs more than it gains
 
 typedef struct {
     const CpuKernels *k;
@@ -25,6 +26,9 @@ typedef struct {
     void *scratch[4];  // grown on demand, kept between calls
     size_t scratch_bytes[4];
 } Cpu;
+
+/* Threads for an operation of so many multiply-adds. */
+static int threads_for(const Cpu *cpu, size_t work) { return work < SERIAL_WORK ? 1 : cpu->n_threads; }
 
 enum { SCRATCH_X, SCRATCH_ACTIVE, SCRATCH_WORK, SCRATCH_OUT };
 
@@ -89,6 +93,24 @@ static const void *cpu_upload(Backend *be, const void *host, size_t bytes) {
     return host;
 }
 
+static void cpu_write(Backend *be, void *to, const void *host, size_t bytes) {
+    (void)be;
+    memcpy(to, host, bytes);
+}
+
+static void cpu_read(Backend *be, void *host, const void *from, size_t bytes) {
+    (void)be;
+    memcpy(host, from, bytes);
+}
+
+static bool cpu_begin_step(Backend *be, int n) {
+    (void)be;
+    (void)n;
+    return true;
+}
+
+static void cpu_end_step(Backend *be) { (void)be; }
+
 static void cpu_embed(Backend *be, float *out, const Matrix *table, const int *ids, int n) {
     const Cpu *cpu = be->ctx;
     for (int i = 0; i < n; i++) {
@@ -149,7 +171,7 @@ static void count_product(ProductStats *s, const Matrix *w, size_t n_active, siz
 
 /* Dense matrix x vector: y (rows). */
 static void dense_product(Cpu *cpu, float *y, const Matrix *w, const float *x) {
-#pragma omp parallel for num_threads(cpu->n_threads) schedule(dynamic)
+#pragma omp parallel for num_threads(threads_for(cpu, w->rows * w->cols)) schedule(dynamic)
     for (size_t row = 0; row < w->rows; row += DENSE_TASK_ROWS) {
         cpu->k->dense_rows(y + row, w->dense + row * w->stride, w->stride,
                            min_size(DENSE_TASK_ROWS, w->rows - row), x, w->cols);
@@ -179,7 +201,7 @@ static void cbc_product(Cpu *cpu, float *y, const Matrix *w, const float *x, flo
 
     float *partial = scratch(cpu, SCRATCH_WORK, tile_rows * slices * TILE_M * sizeof *partial);
     size_t nnz = 0;
-#pragma omp parallel num_threads(cpu->n_threads) reduction(+ : nnz)
+#pragma omp parallel num_threads(threads_for(cpu, w->rows * n_active)) reduction(+ : nnz)
     {
 #pragma omp for schedule(dynamic)
         for (size_t task = 0; task < tile_rows * slices; task++) {
@@ -294,15 +316,9 @@ static void cpu_matmul_swiglu(Backend *be, fp16 *out, const Matrix *w, const fp1
     const size_t count = (size_t)n * w->rows / 2;
     float *y = scratch(cpu, SCRATCH_OUT, 2 * count * sizeof *y);
     cpu_matmul(be, y, w, x, n, threshold);
-#pragma omp parallel for num_threads(cpu->n_threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(cpu, 16 * count)) schedule(static)
     for (size_t begin = 0; begin < count; begin += 256) {
-        float part[256];
-        const size_t m = min_size(256, count - begin);
-        for (size_t i = 0; i < m; i++) {
-            const float gate = y[2 * (begin + i)], up = y[2 * (begin + i) + 1];
-            part[i] = gate / (1.0f + expf(-gate)) * up;
-        }
-        cpu->k->to_fp16(out + begin, part, m);
+        cpu->k->swiglu(out + begin, y + 2 * begin, min_size(256, count - begin));
     }
 }
 
@@ -319,13 +335,13 @@ static void rotate(const CpuKernels *k, fp16 *out, const float *x, const float *
 }
 
 static void cpu_rope_append(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
-                            const float *rope, const AttentionShape *shape, int pos, int n) {
+                            const float *rope, const AttentionShape *shape, const int *pos, int n) {
     const Cpu *cpu = be->ctx;
     const size_t hd = (size_t)shape->head_dim, n_heads = (size_t)shape->n_heads;
     const size_t n_kv = (size_t)shape->n_kv_heads;
 #pragma omp parallel for num_threads(cpu->n_threads) if (n > 1)
     for (int t = 0; t < n; t++) {
-        const size_t p = (size_t)(pos + t);
+        const size_t p = (size_t)(*pos + t);
         const float *row = qkv + (size_t)t * (n_heads + 2 * n_kv) * hd;
         const float *angles = rope + p * hd;
         for (size_t h = 0; h < n_heads; h++) {
@@ -350,16 +366,14 @@ static void softmax_add(const CpuKernels *k, Softmax *s, float *scores, const fl
                         size_t head_dim) {
     float max = s->max;
     for (size_t j = 0; j < m; j++) {
-        max = fmaxf(max, scores[j]);
+        max = scores[j] > max ? scores[j] : max;
     }
     const float shrink = expf(s->max - max);  // 0 at first, when s->max is -infinity
     k->scale(s->out, shrink, head_dim);
-    s->sum *= shrink;
+    s->sum = s->sum * shrink + k->exp_all(scores, max, m);
     s->max = max;
     for (size_t j = 0; j < m; j++) {
-        const float weight = expf(scores[j] - max);
-        s->sum += weight;
-        k->add_scaled(s->out, weight, values + j * head_dim, head_dim);
+        k->add_scaled(s->out, scores[j], values + j * head_dim, head_dim);
     }
 }
 
@@ -400,9 +414,9 @@ static void attend(const CpuKernels *k, Softmax *state, const AttentionTask *tas
 }
 
 static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                          const AttentionShape *shape, int pos, int n) {
+                          const AttentionShape *shape, const int *pos, int n) {
     Cpu *cpu = be->ctx;
-    const int group = shape->n_heads / shape->n_kv_heads, kv_len = pos + n;
+    const int group = shape->n_heads / shape->n_kv_heads, kv_len = *pos + n;
     const size_t hd = (size_t)shape->head_dim;
     // Many tokens are work enough for all threads; a single one is cut along its context.
     const int n_blocks = (int)ceil_div((size_t)n, QUERY_BLOCK);
@@ -411,7 +425,8 @@ static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_c
     const size_t n_tasks = (size_t)(shape->n_kv_heads * n_blocks * n_slices);
     Softmax *states = scratch(cpu, SCRATCH_WORK, n_tasks * per_task * sizeof *states);
     float *outs = scratch(cpu, SCRATCH_OUT, n_tasks * per_task * hd * sizeof *outs);
-#pragma omp parallel num_threads(cpu->n_threads)
+    const size_t work = 2 * (size_t)n * (size_t)kv_len * (size_t)shape->n_heads * hd;
+#pragma omp parallel num_threads(threads_for(cpu, work))
     {
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < n_tasks; i++) {
@@ -422,7 +437,7 @@ static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_c
                 .n_tokens = n - block * QUERY_BLOCK < QUERY_BLOCK ? n - block * QUERY_BLOCK : QUERY_BLOCK,
                 .begin = slice * CONTEXT_SLICE,
             };
-            task.end = pos + task.first_token + task.n_tokens;
+            task.end = *pos + task.first_token + task.n_tokens;
             if (n_slices > 1 && task.begin + CONTEXT_SLICE < task.end) {
                 task.end = task.begin + CONTEXT_SLICE;
             }
@@ -430,7 +445,7 @@ static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_c
             for (size_t r = 0; r < per_task; r++) {
                 states[i * per_task + r] = (Softmax){-INFINITY, 0, outs + (i * per_task + r) * hd};
             }
-            attend(cpu->k, states + i * per_task, &task, q, k_cache, v_cache, shape, pos);
+            attend(cpu->k, states + i * per_task, &task, q, k_cache, v_cache, shape, *pos);
         }
         // Join the slices of each token and head, in order.
 #pragma omp for schedule(static)
@@ -455,28 +470,28 @@ static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_c
     }
 }
 
-static int cpu_sample(Backend *be, const float *logits, int n, const SampleParams *params, uint64_t step) {
-    for (int i = 0; i < n; i++) {
-        if (!isfinite(logits[i])) {
-            return -1;
-        }
-    }
-    return sample_token(logits, n, params, step, scratch(be->ctx, SCRATCH_WORK, sample_workspace(n)));
-}
-
-static int cpu_finish(Backend *be, float *out, const float *values, size_t count, Error *err) {
+static int cpu_finish(Backend *be, Error *err) {
     Cpu *cpu = be->ctx;
-    if (out) {
-        memcpy(out, values, count * sizeof *out);
-    }
     if (!cpu->fault) {
         return OK;
     }
     cpu->fault = false;
-    return cpu->fault_layer < 0 ? error_set(err, ERR_NUMBER, "a number at the %s is not finite",
-                                            site_name(cpu->fault_site))
-                                : error_set(err, ERR_NUMBER, "a number at the %s of layer %d is not finite",
-                                            site_name(cpu->fault_site), cpu->fault_layer);
+    return input_fault(cpu->fault_layer, cpu->fault_site, err);
+}
+
+static int cpu_sample(Backend *be, int *id, const float *logits, int n, const SampleParams *params,
+                      uint64_t step, Error *err) {
+    const int rc = cpu_finish(be, err);
+    if (rc) {
+        return rc;
+    }
+    for (int i = 0; i < n; i++) {
+        if (!isfinite(logits[i])) {
+            return logit_fault(err);
+        }
+    }
+    *id = sample_token(logits, n, params, step, scratch(be->ctx, SCRATCH_WORK, sample_workspace(n)));
+    return OK;
 }
 
 static void cpu_free(Backend *be) {
@@ -486,12 +501,6 @@ static void cpu_free(Backend *be) {
     }
     free(cpu);
     free(be);
-}
-
-const char *site_name(Site site) {
-    static const char *const names[N_SITES] = {"attention input", "attention output", "MLP input", "MLP hidden",
-                                               "final head"};
-    return names[site];
 }
 
 /* Does this machine run a table's instructions? */
@@ -558,6 +567,10 @@ int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err) {
         .alloc = cpu_alloc,
         .release = cpu_release,
         .upload = cpu_upload,
+        .write = cpu_write,
+        .read = cpu_read,
+        .begin_step = cpu_begin_step,
+        .end_step = cpu_end_step,
         .embed = cpu_embed,
         .rmsnorm = cpu_rmsnorm,
         .matmul = cpu_matmul,

@@ -80,6 +80,47 @@ static void scale(float *y, float a, size_t n) {
     }
 }
 
+static float exp_all(float *x, float max, size_t n) {
+    const vf shift = vf_set(-max);
+    vf sum = vf_zero();
+    size_t i = 0;
+    for (; i + VW <= n; i += VW) {
+        const vf e = vf_exp(vf_add(vf_load(x + i), shift));
+        vf_store(x + i, e);
+        sum = vf_add(sum, e);
+    }
+    float rest[VW] = {0}, total = vf_sum(sum);
+    memcpy(rest, x + i, (n - i) * sizeof *x);
+    vf_store(rest, vf_exp(vf_add(vf_load(rest), shift)));
+    for (size_t j = 0; i < n; i++, j++) {
+        x[i] = rest[j];
+        total += rest[j];
+    }
+    return total;
+}
+
+/* silu(g) u = g u / (1 + e^-g). Both exponents are kept at or below 0: e^min(g, 0) / (1 + e^-|g|). */
+static vf silu_product(vf gate, vf up) {
+    const vf minus = vf_mul(gate, vf_set(-1.0f));
+    const vf above = vf_exp(vf_mul(vf_max(minus, vf_zero()), vf_set(-1.0f)));
+    const vf below = vf_add(vf_set(1.0f), vf_exp(vf_mul(vf_max(minus, gate), vf_set(-1.0f))));
+    return vf_mul(vf_mul(gate, up), vf_div(above, below));
+}
+
+static void swiglu(fp16 *out, const float *y, size_t n) {
+    for (size_t i = 0; i < n; i += VW) {
+        const size_t m = min_size(VW, n - i);
+        float gate[VW] = {0}, up[VW] = {0};
+        fp16 part[VW];
+        for (size_t j = 0; j < m; j++) {
+            gate[j] = y[2 * (i + j)];
+            up[j] = y[2 * (i + j) + 1];
+        }
+        vf_store_fp16(part, silu_product(vf_load(gate), vf_load(up)));
+        memcpy(out + i, part, m * sizeof *out);
+    }
+}
+
 /* Four sums per row cover the latency of the multiply-add; the row is streamed once. */
 static void dense_rows(float *y, const fp16 *w, size_t stride, size_t n_rows, const float *x, size_t cols) {
     for (size_t r = 0; r < n_rows; r++) {
@@ -248,6 +289,8 @@ const CpuKernels CPU_KERNELS = {
     .dot = dot,
     .add_scaled = add_scaled,
     .scale = scale,
+    .exp_all = exp_all,
+    .swiglu = swiglu,
     .dense_rows = dense_rows,
     .cbc_columns = cbc_columns,
     .unpack_cbc = unpack_cbc,

@@ -19,6 +19,8 @@ typedef struct {
     float (*dot)(const float *a, const float *b, size_t n);
     void (*add_scaled)(float *y, float a, const float *x, size_t n);  // y += a x
     void (*scale)(float *y, float a, size_t n);                       // y *= a
+    float (*exp_all)(float *x, float max, size_t n);                  // x = exp(x - max), x <= max; returns the sum
+    void (*swiglu)(fp16 *out, const float *y, size_t n);              // out_i = silu(y_2i) * y_2i+1
 
     /* y[r] = sum of w[r][k] x[k] for n_rows rows of a dense matrix; x (cols). */
     void (*dense_rows)(float *y, const fp16 *w, size_t stride, size_t n_rows, const float *x, size_t cols);

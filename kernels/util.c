@@ -12,6 +12,12 @@ int error_set(Error *err, int code, const char *format, ...) {
         va_start(args, format);
         vsnprintf(err->text, sizeof err->text, format, args);
         va_end(args);
+        // Names from files and arguments end up here: whatever they hold, the message stays one line.
+        for (char *c = err->text; *c; c++) {
+            if ((unsigned char)*c < 0x20 || *c == 0x7f) {
+                *c = '?';
+            }
+        }
         err->code = code;
     }
     return code;

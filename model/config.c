@@ -24,7 +24,6 @@ int config_check(const Config *c, Error *err) {
         {"seq_len", c->seq_len, 1, 1 << 24},
         {"vocab_size", c->vocab_size, 1, 1 << 22},
         {"number of end-of-sequence ids", c->n_eos, 0, MAX_EOS},
-        {"bos_id", c->bos_id, -1, c->vocab_size - 1},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         const int rc = check_range(fields[i].name, fields[i].value, fields[i].low, fields[i].high, err);
@@ -47,6 +46,10 @@ int config_check(const Config *c, Error *err) {
     }
     if (!(c->rope_theta > 1 && isfinite(c->rope_theta))) {
         return error_set(err, ERR_SHAPE, "rope_theta = %g is out of range (above 1)", c->rope_theta);
+    }
+    const int bos_rc = check_range("bos_id", c->bos_id, -1, c->vocab_size - 1, err);
+    if (bos_rc) {
+        return bos_rc;
     }
     for (int i = 0; i < c->n_eos; i++) {
         const int rc = check_range("end-of-sequence id", c->eos_id[i], 0, c->vocab_size - 1, err);

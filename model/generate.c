@@ -18,16 +18,6 @@ static ProductStats sum_stats(const Backend *be) {
     return sum;
 }
 
-/* Next token after position pos - 1, whose logits are computed. */
-static int next_token(int *id, Model *m, const SampleParams *params, int pos, uint64_t step, Error *err) {
-    const int rc = m->be->finish(m->be, NULL, NULL, 0, err);
-    if (rc) {
-        return rc;
-    }
-    *id = m->be->sample(m->be, m->state.logits, m->config.vocab_size, params, step);
-    return *id >= 0 ? OK : error_set(err, ERR_NUMBER, "logits at position %d are not finite", pos - 1);
-}
-
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
              TokenSink *sink, Error *err) {
     if (n_prompt > m->seq_len) {
@@ -51,7 +41,11 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
     while (!rc && n < n_new) {
         int id;
         const int pos = n_prompt + n;  // where the new token will stand
-        if ((rc = next_token(&id, m, &params->sample, pos, (uint64_t)n, err))) {
+        rc = m->be->sample(m->be, &id, m->state.logits, m->config.vocab_size, &params->sample, (uint64_t)n, err);
+        if (rc) {
+            char where[32];
+            snprintf(where, sizeof where, "position %d", pos - 1);
+            error_prefix(err, where);
             break;
         }
         token_ms[n++] = time_ms() - start - (sink->write_ms - written_before);

@@ -89,7 +89,9 @@ static bool alloc_scratch(Model *m) {
     const size_t widest = dim > q_dim ? dim : q_dim;
     RunState *s = &m->state;
     size_t *total = &m->scratch_bytes;
-    return (s->x = alloc_buffer(m->be, n * dim * sizeof *s->x, total)) &&
+    return (s->ids = alloc_buffer(m->be, n * sizeof *s->ids, total)) &&
+           (s->pos = alloc_buffer(m->be, sizeof *s->pos, total)) &&
+           (s->x = alloc_buffer(m->be, n * dim * sizeof *s->x, total)) &&
            (s->x_norm = alloc_buffer(m->be, n * widest * sizeof *s->x_norm, total)) &&
            (s->qkv = alloc_buffer(m->be, n * (q_dim + 2 * config_kv_dim(c)) * sizeof *s->qkv, total)) &&
            (s->q = alloc_buffer(m->be, n * q_dim * sizeof *s->q, total)) &&
@@ -156,8 +158,8 @@ int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool al
 void model_free(Model *m) {
     if (m->be) {
         RunState *s = &m->state;
-        void *const buffers[] = {s->x,      s->x_norm, s->qkv,     s->q,      s->attn,
-                                 s->hidden, s->logits, s->k_cache, s->v_cache};
+        void *const buffers[] = {s->ids,  s->pos,    s->x,      s->x_norm,  s->qkv,    s->q,
+                                 s->attn, s->hidden, s->logits, s->k_cache, s->v_cache};
         for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) {
             m->be->release(m->be, buffers[i]);
         }
@@ -176,8 +178,13 @@ void model_forward(Model *m, const int *ids, int n, int pos) {
     const size_t dim = (size_t)c->dim;
     CHECK(n >= 1 && n <= m->chunk && pos >= 0 && pos + n <= m->seq_len);
 
+    be->write(be, s->ids, ids, (size_t)n * sizeof *ids);
+    be->write(be, s->pos, &pos, sizeof pos);
+    if (!be->begin_step(be, n)) {
+        return;
+    }
     // x (n, dim): the residual stream
-    be->embed(be, s->x, &m->weights.embedding, ids, n);
+    be->embed(be, s->x, &m->weights.embedding, s->ids, n);
     for (int l = 0; l < c->n_layers; l++) {
         const LayerWeights *w = &m->weights.layers[l];
         fp16 *k_cache = s->k_cache + (size_t)l * cache_layer, *v_cache = s->v_cache + (size_t)l * cache_layer;
@@ -185,8 +192,8 @@ void model_forward(Model *m, const int *ids, int n, int pos) {
         // attention: x += Wo attention(rope(Wq norm(x)), rope(Wk norm(x)), Wv norm(x))
         be->rmsnorm(be, s->x_norm, s->x, w->attn_norm, n, c->dim, c->norm_eps);
         be->matmul(be, s->qkv, &w->qkv, s->x_norm, n, NULL);
-        be->rope_append(be, s->q, k_cache, v_cache, s->qkv, m->weights.rope, &shape, pos, n);
-        be->attention(be, s->attn, s->q, k_cache, v_cache, &shape, pos, n);
+        be->rope_append(be, s->q, k_cache, v_cache, s->qkv, m->weights.rope, &shape, s->pos, n);
+        be->attention(be, s->attn, s->q, k_cache, v_cache, &shape, s->pos, n);
         be->matmul_add(be, s->x, &w->o, s->attn, n, NULL);
 
         // MLP: x += Wdown (silu(Wgate norm(x)) * Wup norm(x))
@@ -198,13 +205,14 @@ void model_forward(Model *m, const int *ids, int n, int pos) {
     const int rows = n < m->logit_rows ? n : m->logit_rows;
     be->rmsnorm(be, s->x_norm, s->x + (size_t)(n - rows) * dim, m->weights.final_norm, rows, c->dim, c->norm_eps);
     be->matmul(be, s->logits, &m->weights.head, s->x_norm, rows, NULL);
+    be->end_step(be);
 }
 
 int model_prefill(Model *m, const int *ids, int n, int pos, Error *err) {
     for (int done = 0; done < n; done += m->chunk) {
         model_forward(m, ids + done, n - done < m->chunk ? n - done : m->chunk, pos + done);
     }
-    return m->be->finish(m->be, NULL, NULL, 0, err);
+    return m->be->finish(m->be, err);
 }
 
 size_t model_step_bytes(const Model *m, int pos) {

@@ -24,6 +24,8 @@ typedef struct {
 
 /* Buffers in backend memory; B = the chunk of tokens computed at once. */
 typedef struct {
+    int *ids;        // (B) tokens of the chunk
+    int *pos;        // (1) position of the first of them
     float *x;        // (B, dim) residual stream
     fp16 *x_norm;    // (B, dim) input of a product
     float *qkv;      // (B, q_dim + 2 kv_dim)

@@ -28,10 +28,11 @@ static int score_window(Score *score, Model *m, float *logits, double *nll, cons
     for (int begin = 0; begin < n; begin += m->chunk) {
         const int rows = n - begin < m->chunk ? n - begin : m->chunk;
         model_forward(m, ids + begin, rows, begin);
-        const int rc = m->be->finish(m->be, logits, m->state.logits, (size_t)rows * vocab, err);
+        const int rc = m->be->finish(m->be, err);
         if (rc) {
             return rc;
         }
+        m->be->read(m->be, logits, m->state.logits, (size_t)rows * vocab * sizeof *logits);
 #pragma omp parallel for schedule(static)
         for (int i = 0; i < rows; i++) {
             nll[i] = negative_log_likelihood(logits + (size_t)i * vocab, vocab, ids[begin + i + 1]);

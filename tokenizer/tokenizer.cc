@@ -103,7 +103,9 @@ void require(const sentencepiece::util::Status &status) {
 enum WireType : uint32_t { WIRE_VARINT = 0, WIRE_64_BITS = 1, WIRE_BYTES = 2, WIRE_32_BITS = 5 };
 
 /* A field's number and wire type in one number, as they stand in the file. */
-constexpr uint32_t field_tag(uint32_t number, WireType type) { return number << 3 | type; }
+constexpr uint32_t field_tag(uint32_t number, WireType type) {
+    return number << 3 | type;
+}
 
 constexpr uint32_t MODEL_PIECE = field_tag(1, WIRE_BYTES);
 constexpr uint32_t MODEL_TRAINER = field_tag(2, WIRE_BYTES);
@@ -119,7 +121,7 @@ constexpr uint32_t NORMALIZER_REMOVE_EXTRA_WHITESPACES = field_tag(4, WIRE_VARIN
 constexpr uint64_t TYPE_USER_DEFINED = 4;
 
 class Message {
-  public:
+   public:
     explicit Message(std::string_view message) : rest_(message) {}
 
     /* Go to the next field; false at the end. */
@@ -157,7 +159,7 @@ class Message {
     uint64_t value = 0;      // of a varint
     std::string_view bytes;  // of the other wire types
 
-  private:
+   private:
     std::string_view take(uint64_t n) {
         if (n > rest_.size()) {
             throw std::runtime_error("truncated, or not a sentencepiece model");
@@ -298,18 +300,6 @@ Piece make_piece(const sentencepiece::SentencePieceProcessor &library, int id, c
     return {Kind::text, piece.substr(0, SPACE_SYMBOL.size()) == SPACE_SYMBOL, with_spaces(piece)};
 }
 
-/* Text that spells a control piece must not become it; of one character, the library would let it. */
-void check_stays_text(const sentencepiece::SentencePieceProcessor &library, int id, const Model &model) {
-    if (!library.IsControl(id)) {
-        return;
-    }
-    std::vector<int> ids;
-    require(library.Encode(model.pieces[id], &ids));
-    if (std::find(ids.begin(), ids.end(), id) != ids.end()) {
-        throw std::runtime_error("control piece " + std::to_string(id) + " can be spelled by plain text");
-    }
-}
-
 LeadingSpace leading_space_rule(const Model &model) {
     if (model.remove_extra_whitespaces) {
         return LeadingSpace::one_dropped_per_piece;
@@ -332,7 +322,6 @@ std::unique_ptr<Tokenizer> load(std::string_view bytes) {
         if (t->library.PieceToId(model.pieces[id]) != id) {
             throw std::runtime_error("the text of piece " + std::to_string(id) + " is there twice");
         }
-        check_stays_text(t->library, id, model);
         t->pieces.push_back(make_piece(t->library, id, model));
     }
     t->leading_space = leading_space_rule(model);
@@ -349,7 +338,7 @@ size_t append(char *out, std::string_view text) {
     return text.size();
 }
 
-/* Give out what is decided among the held bytes: whole characters, and replacements for bytes that begin none. */
+/* Give out what is decided among the held bytes: whole characters, and a replacement for each other byte. */
 size_t give_characters(DecodeState *state, char *out) {
     size_t n = 0;
     while (state->n_held > 0) {
@@ -394,12 +383,22 @@ bool tokenizer_load(Tokenizer **t, const void *model, size_t bytes, char *error,
     return guarded(action, "tokenizer model", error, error_bytes);
 }
 
-void tokenizer_free(Tokenizer *t) { delete t; }
+void tokenizer_free(Tokenizer *t) {
+    delete t;
+}
 
-int tokenizer_vocab_size(const Tokenizer *t) { return static_cast<int>(t->pieces.size()); }
-int tokenizer_bos_id(const Tokenizer *t) { return t->bos_id; }
-int tokenizer_eos_id(const Tokenizer *t) { return t->eos_id; }
-int tokenizer_unk_id(const Tokenizer *t) { return t->unk_id; }
+int tokenizer_vocab_size(const Tokenizer *t) {
+    return static_cast<int>(t->pieces.size());
+}
+int tokenizer_bos_id(const Tokenizer *t) {
+    return t->bos_id;
+}
+int tokenizer_eos_id(const Tokenizer *t) {
+    return t->eos_id;
+}
+int tokenizer_unk_id(const Tokenizer *t) {
+    return t->unk_id;
+}
 
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t bytes, int **ids, size_t *n, char *error,
                       size_t error_bytes) {

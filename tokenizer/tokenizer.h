@@ -38,9 +38,9 @@ typedef struct {
 } DecodeState;
 
 /* What id adds to the text, once whole characters are there: bytes written to out, which has room for
- * TOKENIZER_MAX_PIECE. BOS restarts the text (drops the next leading space), control ids give nothing of their
- * own, ids out of range give nothing. Bytes that cannot be part of a character, also because an id that is
- * not a byte follows them, give U+FFFD each, as in the library. */
+ * TOKENIZER_MAX_PIECE. BOS restarts the text (drops the next leading space), control ids give nothing of
+ * their own, ids out of range give nothing. Bytes that cannot be part of a character, also because an id
+ * that is not a byte follows them, give U+FFFD each, as in the library. */
 #define TOKENIZER_MAX_PIECE 4096
 size_t tokenizer_decode(const Tokenizer *t, DecodeState *state, int id, char *out);
 
