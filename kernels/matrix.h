@@ -4,6 +4,10 @@
 
 #include "tiled_cbc.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum { FORMAT_DENSE = 1, FORMAT_TILED_CBC = 2 } MatrixFormat;
 
 /* Where a matrix takes its input; a dynamic threshold belongs to a layer and a site. */
@@ -33,4 +37,7 @@ typedef struct {
 #define DENSE_ALIGN 8  // values
 static inline size_t dense_stride(size_t cols) { return round_up(cols, DENSE_ALIGN); }
 
+#ifdef __cplusplus
+}
+#endif
 #endif

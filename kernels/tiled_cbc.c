@@ -40,6 +40,7 @@ static TiledCbc view(const TiledCbcLayout *layout, const void *block, size_t row
         .col_info = (const uint32_t *)(base + layout->col_info),
         .bitmap = (const uint64_t *)(base + layout->bitmap),
         .values = (const fp16 *)(base + layout->values),
+        .max_col_values = TILE_M,
     };
     cbc.n_values = (size_t)cbc.tile_offset[n_gtiles(&cbc)] * COLUMN_ALIGN;
     return cbc;
@@ -153,7 +154,8 @@ int tiled_cbc_encode(TiledCbc *cbc, void **block, TiledCbcStats *stats, const fp
     }
     memcpy(bytes, index, layout.values);
     free(index);
-    const TiledCbc made = view(&layout, bytes, rows, cols);
+    TiledCbc made = view(&layout, bytes, rows, cols);
+    made.max_col_values = seen.max_col_values;
     fp16 *values = (fp16 *)(bytes + layout.values);
 #pragma omp parallel for num_threads(n_threads) schedule(dynamic, 16)
     for (size_t g = 0; g < gtiles; g++) {

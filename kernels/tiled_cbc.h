@@ -21,6 +21,10 @@
 #include "fp16.h"
 #include "util.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define TILE_M 256
 #define TILE_K 16
 #define BITMAP_WORDS (TILE_M / 64)  // u64 words of one column
@@ -33,6 +37,7 @@ typedef struct {
     const uint64_t *bitmap;       // tile_rows * cols_padded * BITMAP_WORDS
     const fp16 *values;           // n_values, then MEMORY_SLACK readable bytes
     size_t n_values;              // stored values, padding included
+    uint32_t max_col_values;      // bound on the values of one column, padding included: sizes a kernel's buffers
 } TiledCbc;
 
 static inline size_t tiled_cbc_tile_rows(size_t rows) { return ceil_div(rows, TILE_M); }
@@ -79,7 +84,7 @@ void tiled_cbc_decode(fp16 *w, size_t stride, const TiledCbc *cbc);
 int tiled_cbc_validate(const TiledCbc *cbc, TiledCbcStats *stats, Error *err);
 
 /* Point cbc at the arrays of a block of bytes (64-byte aligned) and check that they fit in it exactly.
- * Contents other than the last tile offset are not looked at. Returns 0, ERR_SHAPE or ERR_FORMAT. */
+ * Contents other than the last tile offset are not looked at; max_col_values is set to TILE_M. Returns 0, ERR_SHAPE or ERR_FORMAT. */
 int tiled_cbc_view(TiledCbc *cbc, const void *block, size_t bytes, size_t rows, size_t cols, Error *err);
 
 /* Bytes of the four arrays, without alignment between them and slack. */
@@ -88,4 +93,7 @@ size_t tiled_cbc_storage(const TiledCbc *cbc);
 /* What the design's formula says: 4(NGT+1) + 4*16*NGT + 8*M_pad*K_pad/64 + 2*nnz, no column padding. */
 size_t tiled_cbc_storage_formula(size_t rows, size_t cols, size_t nnz);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

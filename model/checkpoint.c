@@ -342,6 +342,7 @@ Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s) {
         m.stride = dense_stride(m.cols);
     } else {
         CHECK(tiled_cbc_view(&m.cbc, checkpoint_bytes(ck, s), s->bytes, s->rows, s->cols, NULL) == OK);
+        m.cbc.max_col_values = s->max_col_values;
     }
     return m;
 }

@@ -1,0 +1,143 @@
+/* cuda_ops.cuh: what the .cu files of the CUDA backend share: checked calls, the context, small device helpers and
+ * the launchers. Each launcher stands below its kernel, owns grid, block and shared memory, checks its
+ * preconditions and the launch. Nothing here allocates, so that any sequence of launches can be captured in a graph. */
+#ifndef SPDP_CUDA_OPS_CUH
+#define SPDP_CUDA_OPS_CUH
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "backend.h"
+
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+
+/* A failure inside the backend is a lost device or a bug: name it and end the program. */
+static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
+    if (status != cudaSuccess) {
+        fprintf(stderr, "%s:%d: %s: %s (%s)\n", file, line, call, cudaGetErrorString(status),
+                cudaGetErrorName(status));
+        exit(1);
+    }
+}
+
+/* After every launch; `make debug` waits for the kernel too, so that its faults show here. */
+#ifdef CUDA_SYNCHRONISE
+#define CUDA_CHECK_LAUNCH(stream)                                                                       \
+    do {                                                                                                \
+        CUDA_CHECK(cudaGetLastError());                                                                 \
+        cudaStreamCaptureStatus capturing_;                                                             \
+        CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing_));                                         \
+        if (capturing_ == cudaStreamCaptureStatusNone) {                                                \
+            CUDA_CHECK(cudaStreamSynchronize(stream));                                                  \
+        }                                                                                               \
+    } while (0)
+#else
+#define CUDA_CHECK_LAUNCH(stream) CUDA_CHECK(cudaGetLastError())
+#endif
+
+/* Written by kernels, read by finish(). A fault is layer + 1 and site of the first product whose input was not
+ * finite, as site + N_SITES * (layer + 1) + 1; 0 = none. */
+typedef struct {
+    unsigned fault;
+    int token;                       // what sampling chose; -1: a logit is not finite
+    unsigned long long active_elements[N_SITES], active_nonzeros[N_SITES];
+} DeviceReport;
+
+/* What every launcher needs. */
+typedef struct {
+    cudaStream_t stream;
+    int n_sms;
+    size_t shared_per_block;   // most shared memory that one block can have
+    float *workspace;          // partial sums; contents are nobody's between launches
+    size_t workspace_bytes;
+    unsigned *counters;        // N_COUNTERS zeros; a kernel that counts with them leaves zeros behind
+    DeviceReport *report;      // in device memory
+} CudaLaunch;
+
+#define N_COUNTERS 65536
+
+static inline unsigned fault_code(const Matrix *w) { return (unsigned)(w->site + N_SITES * (w->layer + 1) + 1); }
+
+/* What becomes of the sums y of a product. */
+enum Epilogue {
+    EPILOGUE_STORE,   // out = y          (n, rows) fp32
+    EPILOGUE_ADD,     // out += y         (n, rows) fp32
+    EPILOGUE_SWIGLU,  // out_i = silu(y_2i) y_2i+1   (n, rows / 2) fp16
+};
+
+/* ---- launchers ---------------------------------------------------------------------------------------------- */
+
+/* spMspV: one token (cuda_spmspv.cu). out as the epilogue says; x (cols) fp16, 16-byte aligned; threshold NULL or
+ * one float in device memory. Counts active columns and nonzeros in the report, notes an x that is not finite.
+ * slice_cols: columns that one block takes; 0 = chosen from the shape (the benchmark tries others). */
+void spmspv_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, const float *threshold,
+                 Epilogue epilogue, int slice_cols);
+
+/* SpMM on Tensor Cores: n >= 1 tokens (cuda_spmm.cu). out, x, threshold as for spmspv_cuda with n rows. */
+void spmm_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, int n, const float *threshold,
+               Epilogue epilogue);
+
+/* Tile rows first .. first + count - 1 of a Tiled-CBC matrix as dense fp16 rows: out (count * TILE_M, stride), rows
+ * beyond the matrix are not written; stride a multiple of 8, columns from cols to stride are zeroed (cuda_spmm.cu). */
+void expand_cuda(const CudaLaunch *c, fp16 *out, size_t stride, const Matrix *w, size_t first, size_t count);
+
+/* Attention (cuda_attention.cu), as Backend.attention. kv_len_max bounds *pos + n and decides how a decode step is
+ * cut along the context; the real length is read from *pos on the device. */
+void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
+                    const AttentionShape *shape, const int *pos, int n, int kv_len_max);
+
+/* Choose report->token as sample_token() does (cuda_sampling.cu); -1 if a logit is not finite.
+ * step: the draw's number.  workspace is c->workspace. */
+void sample_cuda(const CudaLaunch *c, const float *logits, int n, const SampleParams *params, uint64_t step);
+
+/* The simple operations (cuda_ops.cu), as their namesakes in Backend. */
+void embed_cuda(const CudaLaunch *c, float *out, const Matrix *table, const int *ids, int n);
+void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *weight, int n, int dim, float eps);
+void rope_append_cuda(const CudaLaunch *c, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                      const float *rope, const AttentionShape *shape, const int *pos, int n);
+/* out (count) fp16 from y (2 count) fp32, gate and up interleaved */
+void swiglu_cuda(const CudaLaunch *c, fp16 *out, const float *y, size_t count);
+/* Note in the report if an element of x (count) is not finite: the input of w. */
+void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const Matrix *w);
+
+/* ---- device helpers -------------------------------------------------------------------------------------------- */
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ float warp_sum(float v) {
+    for (int offset = 16; offset > 0; offset /= 2) {
+        v += __shfl_xor_sync(~0u, v, offset);
+    }
+    return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+    for (int offset = 16; offset > 0; offset /= 2) {
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, offset));
+    }
+    return v;
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+/* Not infinite and not NaN, by the bits. */
+__device__ __forceinline__ bool half_is_finite(fp16 h) { return (h & 0x7c00) != 0x7c00; }
+
+/* Only the first fault counts: layers are computed in order, so that is the one that names the cause. */
+__device__ __forceinline__ void note_fault(DeviceReport *report, unsigned code) {
+    atomicCAS(&report->fault, 0u, code);
+}
+
+/* cp.async (sm_80 and up): 16 bytes from global to shared memory without passing through registers. */
+__device__ __forceinline__ void copy_async_16(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+                 "l"(global)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+#endif
+#endif

@@ -1,0 +1,56 @@
+# Fuzz targets (clang, libFuzzer). Included by the Makefile.
+#
+#   make fuzz                    build them all and replay their corpora
+#   make fuzz-run                let each search for FUZZ_SECONDS
+#
+# What a search finds goes to $(BUILD)/fuzz: new inputs below found/, those that fail beside the targets. They join
+# tests/fuzz/corpus by hand; make_corpus.sh writes what is there.
+
+FUZZ_SECONDS ?= 60
+FUZZ_CC ?= clang
+FUZZ_CXX ?= clang++
+FUZZ = $(BUILD)/fuzz
+
+# The product's sources are built once more, with the fuzzer's instrumentation and without OpenMP, whose library
+# clang would need as a further package.
+FUZZ_SOURCES = model/checkpoint.c model/config.c model/cli.c kernels/tiled_cbc.c kernels/util.c export/info.c \
+	export/json.c export/safetensors.c tokenizer/utf8.c tokenizer/tokenizer.cc
+FUZZ_OBJECTS = $(FUZZ_SOURCES:%=$(FUZZ)/%.o)
+FUZZ_TARGETS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+
+FUZZ_FLAGS = -O1 -g -fno-omit-frame-pointer -fsanitize=fuzzer-no-link,address,undefined \
+	-fno-sanitize-recover=undefined -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-unused-parameter
+FUZZ_LIMITS = -timeout=10 -rss_limit_mb=2048
+fuzz_checkpoint_LIMITS = -max_len=131072
+fuzz_safetensors_LIMITS = -max_len=4096
+fuzz_json_LIMITS = -max_len=4096
+fuzz_tokenizer_LIMITS = -max_len=1024
+
+.PHONY: fuzz fuzz-run
+fuzz: $(FUZZ_TARGETS:%=$(FUZZ)/%)
+	@set -e; for target in $(FUZZ_TARGETS); do \
+		$(FUZZ)/$$target $(FUZZ_LIMITS) -artifact_prefix=$(FUZZ)/ tests/fuzz/corpus/$${target#fuzz_}/* \
+			>$(FUZZ)/$$target.log 2>&1 || { cat $(FUZZ)/$$target.log; exit 1; }; \
+		echo "$$target: `grep -c '^Executed' $(FUZZ)/$$target.log` inputs replayed"; \
+	done
+
+fuzz-run: $(FUZZ_TARGETS:%=fuzz-run-%)
+
+fuzz-run-%: $(FUZZ)/%
+	@mkdir -p $(FUZZ)/found/$*
+	$< $(FUZZ_LIMITS) $($*_LIMITS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=$(FUZZ)/ -print_final_stats=1 \
+		$(FUZZ)/found/$* tests/fuzz/corpus/$(*:fuzz_%=%)
+
+$(FUZZ)/%.c.o: %.c
+	@mkdir -p $(@D)
+	$(FUZZ_CC) -std=c11 -D_GNU_SOURCE $(FUZZ_FLAGS) -Wmissing-prototypes -MMD -MP -c -o $@ $<
+
+$(FUZZ)/%.cc.o: %.cc
+	@mkdir -p $(@D)
+	$(FUZZ_CXX) -std=c++17 $(FUZZ_FLAGS) -MMD -MP -c -o $@ $<
+
+$(FUZZ)/fuzz_%: $(FUZZ)/tests/fuzz/fuzz_%.c.o $(FUZZ_OBJECTS)
+	$(FUZZ_CXX) -fsanitize=fuzzer,address,undefined -o $@ $^ -lsentencepiece -lcjson -lxxhash -lm
+
+.SECONDARY: $(FUZZ_OBJECTS) $(FUZZ_TARGETS:%=$(FUZZ)/tests/fuzz/%.c.o)
+-include $(FUZZ_OBJECTS:.o=.d) $(FUZZ_TARGETS:%=$(FUZZ)/tests/fuzz/%.c.d)
