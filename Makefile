@@ -19,7 +19,7 @@ WARN = -Wall -Wextra -Wshadow -Wvla -Werror
 CFLAGS = -std=c11 -D_GNU_SOURCE $(OPT) -g -fopenmp $(SANITIZE) $(WARN) -Wstrict-prototypes -Wmissing-prototypes
 CXXFLAGS = -std=c++17 $(OPT) -g $(SANITIZE) $(WARN)
 LDFLAGS = -fopenmp $(SANITIZE)
-LDLIBS = -lsentencepiece -lcjson -lxxhash -lstdc++ -lm
+LDLIBS = -lsentencepiece -lcjson -lxxhash -lstdc++ -lm $(CUDA_LIBS)
 
 # ---- what is here -----------------------------------------------------------------------------------
 
@@ -36,17 +36,51 @@ FLAGS_avx2 = -mavx2 -mfma -mf16c -mpopcnt
 FLAGS_avx512 = $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512
 FLAGS_avx512vbmi2 = $(FLAGS_avx512) -mavx512vbmi2
 
+# The CUDA backend, where there is a compiler for it.
+NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+ifeq ($(CUDA),auto)
+USE_CUDA := $(if $(NVCC),1,0)
+else
+USE_CUDA := $(CUDA)
+endif
+ifeq ($(filter 0 1,$(USE_CUDA)),)
+$(error CUDA=$(CUDA): must be auto, 0 or 1)
+endif
+ifeq ($(USE_CUDA),1)
+ifeq ($(NVCC),)
+$(error CUDA=1, but nvcc was not found: install the CUDA Toolkit, put nvcc on PATH, or build with CUDA=0)
+endif
+CUDA_HOME := $(patsubst %/bin/,%,$(dir $(realpath $(NVCC))))
+CUDA_SOURCES = $(wildcard kernels/*.cu)
+# ARCH: numbers (machine code for each, and PTX of the first), or compute_NN for that PTX alone
+ARCH ?= 80 86 89 90a
+GENCODE = $(if $(findstring compute_,$(ARCH)),-gencode arch=$(ARCH)$(comma)code=$(ARCH),$(foreach a,$(ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
+	$(if $(filter 80,$(ARCH)),-gencode arch=compute_80$(comma)code=compute_80))
+comma := ,
+NVCCFLAGS = -std=c++17 -O3 -lineinfo $(GENCODE) -Xptxas=--warn-on-spills $(CUDA_DEFINES) -Xcompiler -Wall,-Wextra,-fopenmp
+CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcudart_static -lpthread -ldl -lrt
+endif
+
 # Every source but the programs' own makes one library, which programs and tests link.
 PROGRAMS = run.c export/convert.c
 SOURCES = $(filter-out $(PROGRAMS) kernels/cpu_kernels.c, $(wildcard kernels/*.c model/*.c export/*.c tokenizer/*.c))
-OBJECTS = $(SOURCES:%=$(BUILD)/%.o) $(BUILD)/tokenizer/tokenizer.cc.o $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o)
+OBJECTS = $(SOURCES:%=$(BUILD)/%.o) $(BUILD)/tokenizer/tokenizer.cc.o $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o) \
+	$(CUDA_SOURCES:%=$(BUILD)/%.o)
 LIBRARY = $(BUILD)/libspdp.a
 TESTS = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 
-.PHONY: all deps demo test test-debug debug clean help packages format
+.PHONY: all banner deps demo test test-debug debug clean help packages format test-golden bench
 .DEFAULT_GOAL := all
 
-all: $(BIN)/run $(BIN)/convert
+all: banner $(BIN)/run $(BIN)/convert
+
+banner:
+	@echo "C      $(shell $(CC) -dumpversion) for $(MACHINE); CPU kernels: $(ISAS)"
+ifeq ($(USE_CUDA),1)
+	@echo "CUDA   $(NVCC), architectures $(ARCH)"
+else
+	@echo "CUDA   no ($(if $(NVCC),CUDA=0 was asked for,nvcc not found)): CPU backend only"
+endif
 
 help:
 	@echo "make              build ./run and ./convert"
@@ -93,12 +127,27 @@ $(BUILD)/%.cc.o: %.cc | packages
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c -o $@ $<
 
+$(BUILD)/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
+
+# Objects of a build with CUDA and of one without are not the same.
+$(BUILD)/kernels/backend.c.o: CFLAGS += $(if $(filter 1,$(USE_CUDA)),-DUSE_CUDA)
+$(BUILD)/kernels/backend.c.o: $(BUILD)/cuda_$(USE_CUDA)
+$(BUILD)/cuda_$(USE_CUDA):
+	@mkdir -p $(@D)
+	@rm -f $(BUILD)/cuda_0 $(BUILD)/cuda_1
+	@touch $@
+
 $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o): $(BUILD)/kernels/cpu_kernels.%.o: kernels/cpu_kernels.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(FLAGS_$*) -DCPU_KERNELS=cpu_kernels_$* -DCPU_KERNELS_NAME='"$*"' -MMD -MP -c -o $@ $<
 
+DEBUG_BUILD = BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" CUDA_DEFINES=-DCUDA_SYNCHRONISE \
+	SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
 debug:
-	$(MAKE) BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+	$(MAKE) $(DEBUG_BUILD)
 
 # ---- demo and tests -------------------------------------------------------------------------------------------
 
@@ -115,7 +164,20 @@ test: all $(TESTS)
 	BIN=$(BIN) BUILD=$(BUILD) tests/run.sh $(TESTS)
 
 test-debug: debug
-	$(MAKE) BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined" test
+	$(MAKE) $(DEBUG_BUILD) test
+
+# The whole perplexity check against transformers' figures; minutes.
+test-golden: all
+	BIN=$(BIN) BUILD=$(BUILD) tests/check_golden.sh
+
+$(BUILD)/tests/bench/bench_cpu: tests/bench/bench_cpu.c $(LIBRARY)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(LIBRARY) $(LDLIBS)
+
+bench: $(BUILD)/tests/bench/bench_cpu
+	$<
+
+include tests/fuzz/fuzz.mk
 
 format:
 	clang-format -i $(wildcard *.c kernels/*.[ch] model/*.[ch] export/*.[ch] tokenizer/*.[ch] tokenizer/*.cc tests/*.[ch])

@@ -38,7 +38,9 @@ static const char usage[] =
     "machine\n"
     "  -c N                context (default: the model's, at most 4096)\n"
     "  --dp R              dynamic pruning ratio (only 0 = exact in this version)\n"
-    "  -b auto|cpu         backend          -j N  threads (default: all cores)\n"
+    "  -b auto|cpu|cuda    backend (default auto: CUDA where it works)\n"
+    "  --device N          which GPU (default 0)\n"
+    "  -j N                threads of the CPU (default: all cores)\n"
     "report\n"
     "  --json FILE         figures as JSON, one object per prompt (- = stderr, and nothing else goes there)\n"
     "  --verify            check every checksum of MODEL first\n"
@@ -49,13 +51,13 @@ static const char usage[] =
 #define MAX_STOPS 16
 
 typedef struct {
-    const char *model, *file, *ppl_file, *json;
+    const char *model, *file, *ppl_file, *json, *backend;
     const char *prompts[MAX_PROMPTS];
     size_t n_prompts;
     const char *stops[MAX_STOPS];
     size_t n_stops;
     bool escapes, tokens, seed_given, verify, verbose, quiet;
-    int context, n_threads;
+    int context, n_threads, device;
     GenerateParams generate;
     PerplexityParams ppl;
 } Options;
@@ -75,7 +77,7 @@ typedef struct {
 
 enum {
     OPT_TOKENS = 256, OPT_TOP_P, OPT_TOP_K, OPT_SEED, OPT_STOP, OPT_IGNORE_EOS, OPT_PPL, OPT_PPL_WINDOW,
-    OPT_PPL_STRIDE, OPT_DENSE_PREFIX, OPT_PPL_TOKENS, OPT_DP, OPT_JSON, OPT_VERIFY, OPT_VERSION,
+    OPT_PPL_STRIDE, OPT_DENSE_PREFIX, OPT_PPL_TOKENS, OPT_DP, OPT_JSON, OPT_VERIFY, OPT_DEVICE, OPT_VERSION,
 };
 
 static const struct option long_options[] = {
@@ -92,6 +94,7 @@ static const struct option long_options[] = {
     {"ppl-tokens", required_argument, NULL, OPT_PPL_TOKENS},
     {"dp", required_argument, NULL, OPT_DP},
     {"json", required_argument, NULL, OPT_JSON},
+    {"device", required_argument, NULL, OPT_DEVICE},
     {"verify", no_argument, NULL, OPT_VERIFY},
     {"version", no_argument, NULL, OPT_VERSION},
     {"help", no_argument, NULL, 'h'},
@@ -148,12 +151,12 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     case 'c': return parse_int(&o->context, "-c", 1, most, err);
     case 'j': return parse_int(&o->n_threads, "-j", 1, 1024, err);
     case 'b':
-        if (strcmp(optarg, "auto") != 0 && strcmp(optarg, "cpu") != 0) {
-            return error_set(err, ERR_USAGE, strcmp(optarg, "cuda") == 0
-                                                 ? "-b cuda: this build has no CUDA backend"
-                                                 : "-b: not auto or cpu");
+        if (strcmp(optarg, "auto") != 0 && strcmp(optarg, "cpu") != 0 && strcmp(optarg, "cuda") != 0) {
+            return error_set(err, ERR_USAGE, "-b %.50s: not auto, cpu or cuda", optarg);
         }
+        o->backend = optarg;
         return OK;
+    case OPT_DEVICE: return parse_int(&o->device, "--device", 0, 1024, err);
     case 'v': o->verbose = true; return OK;
     case 'q': o->quiet = true; return OK;
     case OPT_TOKENS: o->tokens = true; return OK;
@@ -187,7 +190,7 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
 
 /* Fills o; *done when the program has printed what was asked and may end. */
 static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error *err) {
-    *o = (Options){.generate = {.n_new = 256, .sample = {.temperature = 0.8f, .top_p = 0.9f}}};
+    *o = (Options){.backend = "auto", .generate = {.n_new = 256, .sample = {.temperature = 0.8f, .top_p = 0.9f}}};
     opterr = 0;
     for (int opt; (opt = getopt_long(argc, argv, ":p:f:en:t:c:j:b:vqh", long_options, NULL)) != -1;) {
         if (opt == 'h' || opt == OPT_VERSION) {
@@ -613,7 +616,10 @@ static int set_up(Run *run, Error *err) {
         error_prefix(err, o->model);
     }
     rc = rc ? rc : load_tokenizer(run, err);
-    rc = rc ? rc : backend_cpu(&run->be, o->n_threads, getenv("SPDP_ISA"), err);
+    Error note = {0};
+    rc = rc ? rc
+            : backend_open(&run->be, o->backend, o->device, getenv("SPDP_NO_GRAPH") == NULL, o->n_threads, getenv("SPDP_ISA"),
+                           &note, err);
     // Perplexity needs a cache of one window, however long the model's context is.
     const int context = ppl ? (o->ppl.window ? o->ppl.window : run->ck.config.seq_len) : o->context;
     rc = rc ? rc : model_load(&run->model, &run->ck, run->be, context, ppl, err);
@@ -627,6 +633,9 @@ static int set_up(Run *run, Error *err) {
         }
     }
     run->chatty = !o->quiet && run->json != stderr;
+    if (run->chatty && note.code) {
+        fprintf(stderr, "note      %s; using the CPU\n", note.text);
+    }
     if (run->chatty) {
         fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse, dynamic pruning 0; loaded in %.0f ms%s\n",
                 run->be->device, o->model, size_text((double)run->ck.bytes).text, 100 * file_sparsity(&run->ck),

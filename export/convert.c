@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/stat.h>
 
@@ -292,6 +293,7 @@ int main(int argc, char **argv) {
     Options o;
     Error err = {0};
     bool done = false;
+    signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a failed write like a full disk
     int rc = parse_arguments(&o, &done, argc, argv, &err);
     if (!rc && !done) {
         o.pack.n_threads = o.pack.n_threads ? o.pack.n_threads : default_threads();

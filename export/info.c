@@ -87,7 +87,7 @@ void info_print(FILE *out, const Checkpoint *ck) {
         const FileSection *s = &ck->sections[i];
         const bool norm =
             s->kind == SECTION_FINAL_NORM || s->kind == SECTION_ATTN_NORM || s->kind == SECTION_MLP_NORM;
-        if (s->value_type == VALUE_FP16 && s->kind <= SECTION_DOWN && !norm) {
+        if (s->kind >= SECTION_EMBEDDING && s->kind <= SECTION_DOWN && !norm) {
             print_matrix(out, ck, s);
         }
     }

@@ -108,6 +108,19 @@ int logit_fault(Error *err);
  * Returns 0, ERR_USAGE (no such instruction set in this build or machine) or ERR_MEMORY. */
 int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err);
 
+/* The CUDA backend on a device of compute capability 8.0 or more.
+ *   graphs  record the decode step once and replay it; false launches every kernel of every step
+ * Returns 0; ERR_OPEN where there is no usable driver, device or cuBLAS; ERR_USAGE (no such device, no CUDA in this
+ * build); ERR_MEMORY.
+ * Failures after that are faults of the device or ours: the program ends with a message. */
+int backend_cuda(Backend **be, int device, bool graphs, Error *err);
+
+/* A backend by name: "cpu", "cuda", or "auto": CUDA where it is built in and works, else the CPU.
+ *   device, graphs   for CUDA          n_threads, isa   for the CPU
+ *   note    with "auto": why CUDA is not used, note->code 0 if there is nothing to say. May be NULL. */
+int backend_open(Backend **be, const char *name, int device, bool graphs, int n_threads, const char *isa, Error *note,
+                 Error *err);
+
 #ifdef __cplusplus
 }
 #endif

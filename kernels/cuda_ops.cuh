@@ -35,12 +35,11 @@ static inline void cuda_check(cudaError_t status, const char *call, const char *
 #define CUDA_CHECK_LAUNCH(stream) CUDA_CHECK(cudaGetLastError())
 #endif
 
-/* Written by kernels, read by finish(). A fault is layer + 1 and site of the first product whose input was not
- * finite, as site + N_SITES * (layer + 1) + 1; 0 = none. */
+/* Written by kernels, read and reset by finish(). */
 typedef struct {
-    unsigned fault;
-    int token;                       // what sampling chose; -1: a logit is not finite
-    unsigned long long active_elements[N_SITES], active_nonzeros[N_SITES];
+    unsigned fault;                   // fault_code() of the first product whose input was not finite; 0 = none
+    int token;                        // what sampling chose; -1: a logit is not finite
+    ProductStats products[N_SITES];   // of single tokens; bytes without the values of Tiled-CBC
 } DeviceReport;
 
 /* What every launcher needs. */
@@ -56,6 +55,7 @@ typedef struct {
 
 #define N_COUNTERS 65536
 
+/* The input of a product: site and layer in one positive number, taken apart by finish(). */
 static inline unsigned fault_code(const Matrix *w) { return (unsigned)(w->site + N_SITES * (w->layer + 1) + 1); }
 
 /* What becomes of the sums y of a product. */
@@ -72,6 +72,9 @@ enum Epilogue {
  * slice_cols: columns that one block takes; 0 = chosen from the shape (the benchmark tries others). */
 void spmspv_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, const float *threshold,
                  Epilogue epilogue, int slice_cols);
+
+/* Dense matrix, one token (cuda_gemv.cu). out as the epilogue says; x (cols) fp16, 16-byte aligned. */
+void gemv_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, Epilogue epilogue);
 
 /* SpMM on Tensor Cores: n >= 1 tokens (cuda_spmm.cu). out, x, threshold as for spmspv_cuda with n rows. */
 void spmm_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, int n, const float *threshold,
@@ -97,6 +100,8 @@ void rope_append_cuda(const CudaLaunch *c, fp16 *q, fp16 *k_cache, fp16 *v_cache
                       const float *rope, const AttentionShape *shape, const int *pos, int n);
 /* out (count) fp16 from y (2 count) fp32, gate and up interleaved */
 void swiglu_cuda(const CudaLaunch *c, fp16 *out, const float *y, size_t count);
+/* out = x (count) with elements |x| <= *threshold as zero */
+void drop_small_cuda(const CudaLaunch *c, fp16 *out, const fp16 *x, size_t count, const float *threshold);
 /* Note in the report if an element of x (count) is not finite: the input of w. */
 void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const Matrix *w);
 
@@ -126,6 +131,11 @@ __device__ __forceinline__ bool half_is_finite(fp16 h) { return (h & 0x7c00) != 
 /* Only the first fault counts: layers are computed in order, so that is the one that names the cause. */
 __device__ __forceinline__ void note_fault(DeviceReport *report, unsigned code) {
     atomicCAS(&report->fault, 0u, code);
+}
+
+/* Add to a counter of the report: integers, so the order does not matter. */
+__device__ __forceinline__ void count(uint64_t *counter, uint64_t n) {
+    atomicAdd(reinterpret_cast<unsigned long long *>(counter), (unsigned long long)n);
 }
 
 /* cp.async (sm_80 and up): 16 bytes from global to shared memory without passing through registers. */

@@ -186,7 +186,13 @@ __global__ void __launch_bounds__(THREADS)
             note_fault(report, fault);
         }
         if (threadIdx.x == 0) {
-            atomicAdd(&report->active_elements[site], (unsigned long long)n_active * w.rows);
+            // all ColInfo and TileOffset, but only the bitmaps of active columns; values are counted as nonzeros
+            const size_t columns = (w.cols + TILE_K - 1) / TILE_K * TILE_K * gridDim.y;
+            ProductStats *products = &report->products[site];
+            count(&products->elements, slice == 0 ? w.rows * w.cols : 0);
+            count(&products->active_elements, n_active * w.rows);
+            count(&products->bytes, (slice == 0 ? sizeof(uint32_t) * (columns + columns / TILE_K + 1) : 0) +
+                                        (size_t)n_active * gridDim.y * BITMAP_WORDS * sizeof(uint64_t));
         }
     }
 
@@ -286,7 +292,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     nnz = __reduce_add_sync(~0u, nnz);
     if (lane == 0 && nnz > 0) {
-        atomicAdd(&report->active_nonzeros[site], (unsigned long long)nnz);
+        count(&report->products[site].active_nonzeros, nnz);
     }
     __syncthreads();
     const int row = threadIdx.x;

@@ -23,15 +23,13 @@ int error_set(Error *err, int code, const char *format, ...) {
     return code;
 }
 
-int error_prefix(Error *err, const char *prefix) {
-    if (!err) {
-        return ERR_FORMAT;
+void error_prefix(Error *err, const char *prefix) {
+    if (err) {
+        char text[sizeof err->text];
+        memcpy(text, err->text, sizeof text);
+        // A long path gives way to the reason, which is what the reader cannot guess.
+        snprintf(err->text, sizeof err->text, "%.200s: %.190s", prefix, text);
     }
-    char text[sizeof err->text];
-    memcpy(text, err->text, sizeof text);
-    // A long path gives way to the reason, which is what the reader cannot guess.
-    snprintf(err->text, sizeof err->text, "%.200s: %.190s", prefix, text);
-    return err->code;
 }
 
 void *memory_alloc(size_t bytes) {

@@ -34,7 +34,7 @@ typedef struct {
 int error_set(Error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* Put "prefix: " before err's text, e.g. the name of the file that a parser was given. */
-int error_prefix(Error *err, const char *prefix);
+void error_prefix(Error *err, const char *prefix);
 
 /* A broken promise between two of our own functions, never a user's mistake: print and abort. */
 #define CHECK(condition)                                                                       \

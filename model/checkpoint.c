@@ -55,8 +55,9 @@ static int check_header(const FileHeader *h, size_t bytes, Error *err) {
                          FILE_VERSION);
     }
     if (h->file_bytes != bytes) {
-        return error_set(err, ERR_FORMAT, "%zu bytes long, should be %llu: truncated or still being written",
-                         bytes, (unsigned long long)h->file_bytes);
+        return error_set(err, ERR_FORMAT, "%zu bytes long, should be %llu: %s", bytes,
+                         (unsigned long long)h->file_bytes,
+                         bytes < h->file_bytes ? "truncated or still being copied" : "something was appended");
     }
     if (h->n_sections > MAX_SECTIONS || h->table_offset % 8 != 0 || h->table_offset < sizeof *h ||
         h->table_offset > bytes || h->n_sections > (bytes - h->table_offset) / sizeof(FileSection)) {
@@ -152,7 +153,7 @@ static int check_tiles(const FileSection *s, const void *block, Error *err) {
     return rc;
 }
 
-/* "section 12 (down, layer 3): ..." before the reason. */
+/* "section 12 (down, layer 3): ..." before the reason in err; returns its code. */
 static int section_error(Error *err, size_t index, const SectionRule *rule, int layer) {
     char where[80];
     if (rule->per_layer) {
@@ -160,7 +161,8 @@ static int section_error(Error *err, size_t index, const SectionRule *rule, int 
     } else {
         snprintf(where, sizeof where, "section %zu (%s)", index, rule->name);
     }
-    return error_prefix(err, where);
+    error_prefix(err, where);
+    return err->code;
 }
 
 /* Place, kind, layer and form of every section. */
@@ -233,6 +235,8 @@ static int check_all_tiles(const Checkpoint *ck, Error *err) {
 }
 
 int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err) {
+    Error unused;
+    err = err ? err : &unused;
     if (bytes < sizeof(FileHeader)) {
         return error_set(err, ERR_FORMAT, "%zu bytes are too few for a model file", bytes);
     }
@@ -260,7 +264,7 @@ int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err)
 }
 
 int checkpoint_open(Checkpoint *ck, const char *path, Error *err) {
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO must not make us wait
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
         const int reason = errno;

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The complete perplexity check, some minutes: 64 windows of 512 tokens of text that the models have not seen, for two
-# models in two storages, against the float32 mean that golden.json records. Run by `make test-golden`, not by `make test`.
-# BIN is where run and convert are, BUILD where scratch files may go.
+# The complete perplexity check, some minutes: 64 windows of 512 tokens of text that the models have not seen,
+# for two models in two storages, against the float32 mean that golden.json records. Run by `make test-golden`,
+# not by `make test`. BIN is where run and convert are, BUILD where scratch files may go.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 bin=$(cd "${BIN:-.}" && pwd) scratch=${BUILD:-build}/check_golden
@@ -23,7 +23,8 @@ check() {
     expected=$(number val_nll "$source/golden.json")
     nll=
     if "$bin/convert" "$source" "$scratch/$name.bin" --sp 0 --prune "$3" --format "$2" --force -q &&
-        "$bin/run" "$scratch/$name.bin" --ppl "$text" --tokens --ppl-window 512 -q --json "$scratch/$name.json"; then
+        "$bin/run" "$scratch/$name.bin" --ppl "$text" --tokens --ppl-window 512 -q \
+            --json "$scratch/$name.json"; then
         nll=$(number nll "$scratch/$name.json")
     fi
     if awk -v a="$nll" -v b="$expected" -v t="$tolerance" \

@@ -20,8 +20,8 @@ static double value_of(fp16 h) {
     return h & 0x8000 ? -magnitude : magnitude;
 }
 
-/* Nearest half, ties to even, which is what nearbyint does. A carry out of the fraction runs into the exponent
- * and from there into infinity, as the format intends. */
+/* Nearest half, ties to even, which is what nearbyint does. A carry out of the fraction runs into the
+ * exponent and from there into infinity, as the format intends. */
 static fp16 nearest(float f) {
     const double magnitude = fabs((double)f);
     const fp16 sign = signbit(f) ? 0x8000 : 0;
@@ -63,7 +63,8 @@ static fp16 compilers(float f) { return nearest(f); }
 static void check_rounding(float f) {
     const fp16 h = fp16_from_float(f);
     if (h != nearest(f) || h != compilers(f)) {
-        fail_msg("%a becomes %04x instead of %04x (%04x by the compiler)", (double)f, h, nearest(f), compilers(f));
+        fail_msg("%a becomes %04x instead of %04x (%04x by the compiler)", (double)f, h, nearest(f),
+                 compilers(f));
     }
 }
 
@@ -96,7 +97,7 @@ static void test_every_half_has_its_value_and_comes_back(void **state) {
     }
 }
 
-/* Between all neighbours: subnormals, normals, and FP16_MAX with the infinity above it, whose half way is 65520. */
+/* Between all neighbours: subnormals, normals, and FP16_MAX with the infinity above it (65520). */
 static void test_halfway_cases_go_to_even_and_their_neighbours_to_the_nearest(void **state) {
     (void)state;
     for (fp16 h = 0; h < 0x7c00; h++) {
@@ -112,25 +113,25 @@ static void test_known_roundings(void **state) {
         float from;
         fp16 to;
     } known[] = {
-        {0, 0},                        // both zeros
-        {-0.0f, 0x8000},               // keep their sign
-        {1, 0x3c00},                   //
-        {-2, 0xc000},                  //
-        {1 + 0x1p-11f, 0x3c00},        // half way: down to even
-        {1 + 3 * 0x1p-11f, 0x3c02},    // half way: up to even
-        {2 - 0x1p-11f, 0x4000},        // carry into the exponent
-        {0x1p-14f, 0x0400},            // least normal
-        {0x1p-14f - 0x1p-25f, 0x0400}, // half way below it: up to even, out of the subnormals
-        {0x1p-24f, 0x0001},            // least subnormal
-        {0x1p-25f, 0},                 // half of it: down to even
-        {0x1.000002p-25f, 0x0001},     // a little more
-        {FLT_TRUE_MIN, 0},             //
-        {FP16_MAX, 0x7bff},            //
-        {0x1.ffdffep15f, 0x7bff},      // the last float below 65520
-        {65520, 0x7c00},               // half way to 2^16
-        {-65520, 0xfc00},              //
-        {FLT_MAX, 0x7c00},             //
-        {-INFINITY, 0xfc00},           //
+        {0, 0},                         // zeros keep their sign
+        {-0.0f, 0x8000},                //
+        {1, 0x3c00},                    //
+        {-2, 0xc000},                   //
+        {1 + 0x1p-11f, 0x3c00},         // half way: down to even
+        {1 + 3 * 0x1p-11f, 0x3c02},     // half way: up to even
+        {2 - 0x1p-11f, 0x4000},         // carry into the exponent
+        {0x1p-14f, 0x0400},             // least normal
+        {0x1p-14f - 0x1p-25f, 0x0400},  // half way below it: up to even, out of the subnormals
+        {0x1p-24f, 0x0001},             // least subnormal
+        {0x1p-25f, 0},                  // half of it: down to even
+        {0x1.000002p-25f, 0x0001},      // a little more
+        {FLT_TRUE_MIN, 0},              //
+        {FP16_MAX, 0x7bff},             //
+        {0x1.ffdffep15f, 0x7bff},       // the last float below 65520
+        {65520, 0x7c00},                // half way to 2^16
+        {-65520, 0xfc00},               //
+        {FLT_MAX, 0x7c00},              //
+        {-INFINITY, 0xfc00},            //
     };
     for (size_t i = 0; i < COUNT(known); i++) {
         assert_int_equal(fp16_from_float(known[i].from), known[i].to);

@@ -1,5 +1,5 @@
-/* test_kernels.c: the CPU backend through its table of operations, with every instruction set of the build that runs
- * here, against the same operation in double precision. */
+/* test_kernels.c: the CPU backend through its table of operations, with every instruction set of the build
+ * that runs here, against the same operation in double precision. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -104,7 +104,7 @@ typedef struct {
     void *block;
 } Weights;
 
-/* A matrix in both formats. What lies in the slack behind the arrays is poison: kernels may read it, not use it. */
+/* A matrix in both formats. What lies in the slack behind the arrays is poison, to be read but never used. */
 static Weights make_weights(size_t rows, size_t cols, const Pattern *p, Draw draw, uint64_t *random) {
     const size_t stride = dense_stride(cols);
     Weights m = {.rows = rows, .cols = cols, .w = memory_alloc(rows * stride * sizeof(fp16))};
@@ -173,7 +173,8 @@ static const char *const op_names[N_OPS] = {"matmul", "matmul_add", "matmul_swig
 static float residual(size_t i) { return (float)(i * 7 % 11) - 5; }
 
 /* The operation's outputs as floats (n, rows; half as many for swiglu); release with free(). */
-static float *run_product(Backend *be, Op op, const Matrix *w, const fp16 *x, size_t n, const float *threshold) {
+static float *run_product(Backend *be, Op op, const Matrix *w, const fp16 *x, size_t n,
+                          const float *threshold) {
     const size_t count = n * w->rows / (op == MATMUL_SWIGLU ? 2 : 1), x_bytes = n * w->cols * sizeof *x;
     const size_t bytes = count * (op == MATMUL_SWIGLU ? sizeof(fp16) : sizeof(float));
     float *result = poisoned_alloc(count * sizeof *result);
@@ -222,8 +223,9 @@ static void free_reference(Reference *r) {
     free(r->n_active);
 }
 
-/* The errors of both sums, carried through silu (whose slope is below 1.1), and the roundings of silu itself. */
-static void judge_swiglu(Judgement *j, double got, const double *y, const double *magnitude, double n_active) {
+/* The errors of both sums, carried through silu (whose slope is below 1.1), and silu's own roundings. */
+static void judge_swiglu(Judgement *j, double got, const double *y, const double *magnitude,
+                         double n_active) {
     const double silu = y[0] / (1 + exp(-y[0])), want = silu * y[1];
     const double gate_error = n_active * 0x1p-24 * magnitude[0], up_error = n_active * 0x1p-24 * magnitude[1];
     const double error = 1.1 * gate_error * (fabs(y[1]) + up_error) + fabs(silu) * up_error;
@@ -242,10 +244,10 @@ static void judge_product(Judgement *j, Op op, const float *got, const Reference
     }
 }
 
-/* Run the product in both formats on every machine and judge it. The threshold (or NULL) must not matter to the dense
- * one. Beyond 17 tokens one of the three operations has to do. */
-static void check_product(const Fixture *f, Judgement *j, const Weights *w, const char *pattern, const fp16 *x,
-                          size_t n, const float *threshold) {
+/* Run the product in both formats on every machine and judge it. The threshold (or NULL) must not matter to
+ * the dense one. Beyond 17 tokens one of the three operations has to do. */
+static void check_product(const Fixture *f, Judgement *j, const Weights *w, const char *pattern,
+                          const fp16 *x, size_t n, const float *threshold) {
     const size_t count = n * w->cols;
     fp16 *left = drop_inputs(x, count, threshold ? *threshold : 0);
     Reference references[N_FORMATS] = {make_reference(w, x, n), make_reference(w, left, n)};
@@ -290,8 +292,8 @@ static void check_no_fault(const Fixture *f) {
 /* cases.md row 30: the shapes of real small models and any number of tokens. */
 static void test_products_of_any_number_of_tokens(void **state) {
     static const size_t shapes[][2] = {{172, 64}, {64, 172}, {257, 65}, {1376, 172}};
-    static const size_t n_tokens[] = {1,  2,  3,  4,  5,  6,  7,  8,   9,   10,  11, 12,
-                                      13, 16, 17, 33, 64, 65, 128, 130, 192, 0};
+    static const size_t n_tokens[] = {1,  2,  3,  4,  5,  6,  7,  8,   9,   10,  11,
+                                      12, 13, 16, 17, 33, 64, 65, 128, 130, 192, 0};
     uint64_t random = SEED;
     Judgement j = {0};
     for (size_t s = 0; s < COUNT(shapes); s++) {
@@ -301,8 +303,8 @@ static void test_products_of_any_number_of_tokens(void **state) {
     judge_end(&j, "any number of tokens");
 }
 
-static const size_t edge_shapes[][2] = {{1, 1},    {3, 5},    {255, 15}, {256, 16},  {257, 17},
-                                        {32, 64},  {2, 1000}, {288, 63}, {512, 288}, {600, 530}};
+static const size_t edge_shapes[][2] = {{1, 1},   {3, 5},    {255, 15}, {256, 16},  {257, 17},
+                                        {32, 64}, {2, 1000}, {288, 63}, {512, 288}, {530, 300}};
 
 /* cases.md rows 28 and 30: full tiles, empty tiles, single bits at the ends of words and lanes. */
 static void test_products_of_any_pattern(void **state) {
@@ -334,7 +336,8 @@ static void test_integer_products_are_exact(void **state) {
     static const size_t n_tokens[] = {1, 2, 12, 13, 65};
     uint64_t random = SEED + 3;
     for (size_t i = 0; i < COUNT(edge_shapes) * COUNT(patterns) * COUNT(n_tokens); i++) {
-        const size_t *shape = edge_shapes[i / COUNT(n_tokens) % COUNT(edge_shapes)], n = n_tokens[i % COUNT(n_tokens)];
+        const size_t *shape = edge_shapes[i / COUNT(n_tokens) % COUNT(edge_shapes)];
+        const size_t n = n_tokens[i % COUNT(n_tokens)];
         const Pattern *p = &patterns[i / COUNT(n_tokens) / COUNT(edge_shapes)];
         Weights w = make_weights(shape[0], shape[1], p, draw_integer, &random);
         fp16 *x = make_inputs(n, w.cols, draw_integer, &random);
@@ -342,12 +345,13 @@ static void test_integer_products_are_exact(void **state) {
         for (size_t run = 0; run < 2 * N_FORMATS * f->n; run++) {
             const Machine *m = &f->machines[run / 2 / N_FORMATS];
             const Op op = run % 2 ? MATMUL_ADD : MATMUL;
-            float *got = run_product(m->be[1], op, &w.as[run / 2 % N_FORMATS], x, n, NULL);
+            float *got = run_product(m->be[0], op, &w.as[run / 2 % N_FORMATS], x, n, NULL);
             for (size_t e = 0; e < n * w.rows; e++) {
                 const double want = r.y[e] + (op == MATMUL_ADD ? (double)residual(e) : 0);
                 if ((double)got[e] != want) {
                     fail_msg("%s %s, format %zu, %zu x %zu, n %zu, %s: element %zu is %g, not %g", m->isa,
-                             op_names[op], run / 2 % N_FORMATS, w.rows, w.cols, n, p->name, e, (double)got[e], want);
+                             op_names[op], run / 2 % N_FORMATS, w.rows, w.cols, n, p->name, e, (double)got[e],
+                             want);
                 }
             }
             free(got);
@@ -358,8 +362,8 @@ static void test_integer_products_are_exact(void **state) {
     }
 }
 
-/* cases.md row 32: sums and inputs that fp16 accumulation does not survive, at numbers of tokens where another way
- * is taken. */
+/* cases.md row 32: sums and inputs that fp16 accumulation does not survive, at numbers of tokens where
+ * another way is taken. */
 static void test_large_numbers_add_up_in_fp32(void **state) {
     const Fixture *f = *state;
     enum { COLS = 4096, MAX_N = 65 };
@@ -396,15 +400,7 @@ static void test_products_of_large_activations(void **state) {
     Weights w = make_weights(288, 768, HALF_NONZERO, draw_normal, &random);
     for (size_t i = 0; i < COUNT(n_tokens); i++) {
         fp16 *x = make_inputs(n_tokens[i], w.cols, draw_thousands, &random);
-        const Fixture *f = *state;
-        Reference r = make_reference(&w, x, n_tokens[i]);
-        for (size_t m = 0; m < N_FORMATS * f->n; m++) {
-            float *y = run_product(f->machines[m / N_FORMATS].be[0], MATMUL, &w.as[m % N_FORMATS], x, n_tokens[i], NULL);
-            judge_case(&j, "%s, format %zu, n %zu", f->machines[m / N_FORMATS].isa, m % N_FORMATS, n_tokens[i]);
-            judge_product(&j, MATMUL, y, &r, w.rows, n_tokens[i]);
-            free(y);
-        }
-        free_reference(&r);
+        check_product(*state, &j, &w, HALF_NONZERO->name, x, n_tokens[i], NULL);
         free(x);
     }
     free_weights(&w);
@@ -414,7 +410,7 @@ static void test_products_of_large_activations(void **state) {
 /* ---- thresholds ---- */
 
 static void test_inputs_up_to_the_threshold_count_as_zero_for_tiled_cbc_only(void **state) {
-    static const double shares[] = {0, 0.3, 0.5, 0.9, 1};  // of inputs that are dropped; the first is threshold 0
+    static const double shares[] = {0, 0.3, 0.5, 0.9, 1};  // dropped; 0 is threshold 0
     static const size_t shapes[][2] = {{257, 300}, {600, 530}, {172, 64}, {1, 1}};
     static const size_t n_tokens[] = {1, 2, 13, 64};
     uint64_t random = SEED + 6;
@@ -464,10 +460,10 @@ static void test_an_input_right_on_the_threshold_is_dropped(void **state) {
 
 /* ---- the same bits ---- */
 
-/* cases.md row 36. Different products in between leave their traces in the work space, which must not show. */
+/* cases.md row 36. Different products in between leave traces in the work space, which must not show. */
 static void test_products_do_not_depend_on_threads_or_on_what_ran_before(void **state) {
     const Fixture *f = *state;
-    static const size_t shapes[][2] = {{600, 1030}, {172, 64}}, n_tokens[] = {64, 1, 13, 2};
+    static const size_t shapes[][2] = {{600, 1030}, {172, 64}}, n_tokens[] = {33, 1, 13, 2};
     uint64_t random = SEED + 8;
     for (size_t i = 0; i < COUNT(shapes) * COUNT(n_tokens) * N_FORMATS; i++) {
         const size_t *shape = shapes[i % COUNT(shapes)], n = n_tokens[i / COUNT(shapes) % COUNT(n_tokens)];
@@ -481,7 +477,8 @@ static void test_products_do_not_depend_on_threads_or_on_what_ran_before(void **
             const size_t bytes = n * w.rows / (op == MATMUL_SWIGLU ? 2 : 1) * sizeof(float);
             float *first = run_product(m->be[0], op, &w.as[format], x, n, &threshold);
             for (size_t again = 0; again < 2 * COUNT(thread_counts); again++) {
-                float *y = run_product(m->be[again % COUNT(thread_counts)], op, &w.as[format], x, n, &threshold);
+                Backend *be = m->be[again % COUNT(thread_counts)];
+                float *y = run_product(be, op, &w.as[format], x, n, &threshold);
                 assert_memory_equal(y, first, bytes);
                 free(y);
             }
@@ -530,8 +527,8 @@ static void test_an_input_that_is_not_finite_is_reported_once_with_layer_and_sit
             const size_t rest = i / COUNT(not_finite) / COUNT(n_tokens);
             const size_t places[] = {0, COLS - 1, n * COLS - 1, random_below(&random, (uint32_t)(n * COLS))};
             for (size_t place = 0; place < COUNT(places); place++) {
-                check_fault(f->machines[rest / N_FORMATS].be[0], &w.as[rest % N_FORMATS], n, places[place], bad,
-                            "a number at the MLP hidden of layer 3 is not finite");
+                check_fault(f->machines[rest / N_FORMATS].be[0], &w.as[rest % N_FORMATS], n, places[place],
+                            bad, "a number at the MLP hidden of layer 3 is not finite");
             }
         }
         free_weights(&w);
@@ -581,8 +578,8 @@ static void test_the_first_of_several_faults_is_reported(void **state) {
 
 /* ---- counters ---- */
 
-static void check_stats(const ProductStats *s, uint64_t elements, uint64_t active_elements, uint64_t active_nonzeros,
-                        uint64_t bytes) {
+static void check_stats(const ProductStats *s, uint64_t elements, uint64_t active_elements,
+                        uint64_t active_nonzeros, uint64_t bytes) {
     assert_int_equal(s->elements, elements);
     assert_int_equal(s->active_elements, active_elements);
     assert_int_equal(s->active_nonzeros, active_nonzeros);
@@ -603,7 +600,7 @@ static Weights counted_weights(uint64_t *random) {
 }
 
 /* Active are columns 1, 2, 7 and 19 with 16, 16, 32 and 32 nonzeros.
- * Bytes: 5 TileOffset (20), 64 ColInfo (256), 4 columns x 2 tile rows x 32 of Bitmap (256), 96 Values (192). */
+ * Bytes: 5 TileOffset (20), 64 ColInfo (256), Bitmap of 4 columns in 2 tile rows (256), 96 Values (192). */
 static void test_counters_of_a_case_worked_out_by_hand(void **state) {
     const Fixture *f = *state;
     const float threshold = 0.5f;
@@ -611,8 +608,9 @@ static void test_counters_of_a_case_worked_out_by_hand(void **state) {
     Weights w = counted_weights(&random);
     Matrix gate = w.as[DENSE];
     gate.site = SITE_MLP_IN;
-    fp16 x[2 * 20] = {[1] = 0x3c00, [2] = 0xc000, [3] = 0x8000, [7] = 0x7bff, [19] = 0xbc00,  // kept, but for -0
-                      [4] = 0x3800, [5] = 0xb800, [6] = 0x0001};                              // dropped by 0.5
+    fp16 x[2 * 20] = {
+        [1] = 0x3c00, [2] = 0xc000, [3] = 0x8000, [7] = 0x7bff, [19] = 0xbc00,  // kept, but for -0
+        [4] = 0x3800, [5] = 0xb800, [6] = 0x0001};                              // dropped by 0.5
     for (size_t i = 0; i < f->n * COUNT(thread_counts); i++) {
         Backend *be = f->machines[i / COUNT(thread_counts)].be[i % COUNT(thread_counts)];
         memset(be->stats, 0, sizeof be->stats);
@@ -645,8 +643,8 @@ static void test_embed_copies_rows_exactly(void **state) {
     enum { ROWS = 256, COLS = 257, STRIDE = 264 };
     static const int ids[] = {0, 255, 7, 7, 128, 1, 0};
     fp16 *table = poisoned_alloc(ROWS * STRIDE * sizeof *table);
-    const Matrix matrix = {.format = FORMAT_DENSE, .rows = ROWS, .cols = COLS, .layer = -1, .dense = table,
-                           .stride = STRIDE};
+    const Matrix matrix = {
+        .format = FORMAT_DENSE, .rows = ROWS, .cols = COLS, .layer = -1, .dense = table, .stride = STRIDE};
     for (size_t i = 0; i < ROWS * COLS; i++) {
         table[i / COLS * STRIDE + i % COLS] = (fp16)(i * 257);
     }
@@ -679,8 +677,9 @@ static fp16 *run_rmsnorm(Backend *be, const float *x, const fp16 *weight, size_t
     return take(be, out, n * dim * sizeof *out);
 }
 
-/* The sum has only positive terms, so its relative error is below dim * 2^-24, half of that after the root. */
-static void judge_rmsnorm(Judgement *j, const fp16 *got, const float *x, const fp16 *weight, size_t dim, float eps) {
+/* The sum has only positive terms, so its relative error is below dim * 2^-24; the root halves it. */
+static void judge_rmsnorm(Judgement *j, const fp16 *got, const float *x, const fp16 *weight, size_t dim,
+                          float eps) {
     double sum = 0;
     for (size_t i = 0; i < dim; i++) {
         sum += (double)x[i] * (double)x[i];
@@ -738,8 +737,8 @@ static size_t cache_count(const AttentionShape *s) {
 }
 
 /* Caches are all poison before. */
-static Appended run_rope_append(Backend *be, const AttentionShape *s, const float *qkv, const float *rope, int pos,
-                                size_t n) {
+static Appended run_rope_append(Backend *be, const AttentionShape *s, const float *qkv, const float *rope,
+                                int pos, size_t n) {
     const size_t hd = (size_t)s->head_dim, cache_bytes = cache_count(s) * sizeof(fp16);
     const size_t q_bytes = n * (size_t)s->n_heads * hd * sizeof(fp16);
     const size_t qkv_bytes = n * (size_t)(s->n_heads + 2 * s->n_kv_heads) * hd * sizeof *qkv;
@@ -847,7 +846,8 @@ static size_t q_count(const AttentionCase *c) {
 }
 
 /* Random queries, keys and values; cache positions that no token may see are poison. */
-static AttentionCase make_attention(int head_dim, int n_kv_heads, int group, int pos, int n, uint64_t *random) {
+static AttentionCase make_attention(int head_dim, int n_kv_heads, int group, int pos, int n,
+                                    uint64_t *random) {
     AttentionCase c = {{group * n_kv_heads, n_kv_heads, head_dim, pos + n + 70}, pos, n, NULL, NULL, NULL};
     const size_t hd = (size_t)head_dim, bytes = cache_count(&c.shape) * sizeof(fp16);
     c.q = poisoned_alloc(q_count(&c) * sizeof(fp16));
@@ -884,7 +884,7 @@ static fp16 *run_attention(Backend *be, const AttentionCase *c) {
     return take(be, out, bytes);
 }
 
-/* What one token and head should give: out (head_dim), the weighted sum of |v|, and how many roundings count. */
+/* What one token and head should give, the weighted sum of |v|, and how many roundings count. */
 typedef struct {
     double out[256], magnitude[256], roundings;
 } Attended;
@@ -900,9 +900,10 @@ static double dot_fp16(const fp16 *a, const fp16 *b, size_t n, double *magnitude
     return sum;
 }
 
-/* An error in the scores counts twice (numerator and sum of the weights), and so do the roundings of both sums. The
- * distance between scores is an exponent, where absolute errors become relative ones. */
-static void reference_attention(Attended *a, const fp16 *q, const fp16 *k, const fp16 *v, size_t hd, size_t kv_len) {
+/* An error in the scores counts twice (numerator and sum of the weights), and so do the roundings of both
+ * sums. The distance between scores is an exponent, where absolute errors become relative ones. */
+static void reference_attention(Attended *a, const fp16 *q, const fp16 *k, const fp16 *v, size_t hd,
+                                size_t kv_len) {
     double *weights = poisoned_alloc(kv_len * sizeof *weights);
     double max = -INFINITY, min = INFINITY, largest = 0, sum = 0;
     for (size_t p = 0; p < kv_len; p++) {
@@ -938,12 +939,14 @@ static void judge_attention(const Fixture *f, Judgement *j, const AttentionCase 
     for (size_t i = 0; i < (size_t)c->n * heads; i++) {
         Attended a;
         const size_t cache = i % heads / group * (size_t)s->seq_len * hd;
-        reference_attention(&a, c->q + i * hd, c->k + cache, c->v + cache, hd, (size_t)c->pos + i / heads + 1);
+        reference_attention(&a, c->q + i * hd, c->k + cache, c->v + cache, hd,
+                            (size_t)c->pos + i / heads + 1);
         for (size_t m = 0; m < f->n; m++) {
-            judge_case(j, "%s, %d / %d heads of %d, pos %d, n %d", f->machines[m].isa, s->n_heads, s->n_kv_heads,
-                       s->head_dim, c->pos, c->n);
+            judge_case(j, "%s, %d / %d heads of %d, pos %d, n %d", f->machines[m].isa, s->n_heads,
+                       s->n_kv_heads, s->head_dim, c->pos, c->n);
             for (size_t e = 0; e < hd; e++) {
-                judge(j, (double)fp16_to_float(got[m][i * hd + e]), a.out[e], a.roundings, a.magnitude[e], AS_FP16);
+                judge(j, (double)fp16_to_float(got[m][i * hd + e]), a.out[e], a.roundings, a.magnitude[e],
+                      AS_FP16);
             }
         }
     }
@@ -982,15 +985,20 @@ static void test_attention_with_any_heads(void **state) {
     judge_end(&j, "attention with any heads");
 }
 
-/* Every query is a multiple of one of the keys, which are at right angles: it gets that key's value and nothing else.
- * A query of zeros gets the mean of all that it may see. */
+/* Every query is a multiple of one of the keys, which are at right angles: it gets that key's value and
+ * nothing else. A query of zeros gets the mean of all that it may see. */
 static void test_attention_with_an_exact_answer(void **state) {
     const Fixture *f = *state;
     enum { HD = 4, LEN = 4 };
     static const float keys[LEN][HD] = {{100, 0, 0, 0}, {0, 100, 0, 0}, {0, 0, 100, 0}, {0, 0, 0, 100}};
-    static const float values[LEN][HD] = {{1, -2, 3, 65504}, {5, 6, -7, 8}, {9, 10, 11, 0.5f}, {-13, 14, 15, 24}};
-    static const float queries[][HD] = {{0, 0, 100, 0}, {100, 0, 0, 0}, {0, 100, 0, 0}, {0, 0, 0, 100}, {-100, 0, 0, 0}};
-    static const float want[][HD] = {{9, 10, 11, 0.5f}, {1, -2, 3, 65504}, {5, 6, -7, 8}, {-13, 14, 15, 24},
+    static const float values[LEN][HD] = {
+        {1, -2, 3, 65504}, {5, 6, -7, 8}, {9, 10, 11, 0.5f}, {-13, 14, 15, 24}};
+    static const float queries[][HD] = {
+        {0, 0, 100, 0}, {100, 0, 0, 0}, {0, 100, 0, 0}, {0, 0, 0, 100}, {-100, 0, 0, 0}};
+    static const float want[][HD] = {{9, 10, 11, 0.5f},
+                                     {1, -2, 3, 65504},
+                                     {5, 6, -7, 8},
+                                     {-13, 14, 15, 24},
                                      {(5 + 9 - 13) / 3.0f, 10, 19 / 3.0f, 32.5f / 3}};
     uint64_t random = SEED + 18;
     AttentionCase c = make_attention(HD, 1, COUNT(queries), LEN - 1, 1, &random);
@@ -1017,7 +1025,8 @@ static void test_attention_does_not_depend_on_threads_or_on_what_ran_before(void
     uint64_t random = SEED + 19;
     for (size_t i = 0; i < COUNT(places) * f->n; i++) {
         const Machine *m = &f->machines[i / COUNT(places)];
-        AttentionCase c = make_attention(64, 2, 2, places[i % COUNT(places)][0], places[i % COUNT(places)][1], &random);
+        const int *place = places[i % COUNT(places)];
+        AttentionCase c = make_attention(64, 2, 2, place[0], place[1], &random);
         fp16 *first = run_attention(m->be[0], &c);
         for (size_t again = 0; again < 2 * COUNT(thread_counts); again++) {
             fp16 *out = run_attention(m->be[again % COUNT(thread_counts)], &c);
@@ -1031,7 +1040,8 @@ static void test_attention_does_not_depend_on_threads_or_on_what_ran_before(void
 
 /* ---- sample ---- */
 
-static int run_sample(Backend *be, int *id, const float *logits, int n, const SampleParams *params, Error *err) {
+static int run_sample(Backend *be, int *id, const float *logits, int n, const SampleParams *params,
+                      Error *err) {
     float *given = give(be, logits, (size_t)n * sizeof *logits);
     const int rc = be->sample(be, id, given, n, params, 5, err);
     take_back(be, given, (size_t)n * sizeof *logits);

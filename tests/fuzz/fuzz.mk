@@ -41,11 +41,18 @@ fuzz-run-%: $(FUZZ)/%
 	$< $(FUZZ_LIMITS) $($*_LIMITS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=$(FUZZ)/ -print_final_stats=1 \
 		$(FUZZ)/found/$* tests/fuzz/corpus/$(*:fuzz_%=%)
 
-$(FUZZ)/%.c.o: %.c
+# One line that names the packages, as for those of the product.
+.PHONY: fuzz-packages
+fuzz-packages:
+	@echo 'int LLVMFuzzerTestOneInput(void); int LLVMFuzzerTestOneInput(void) { return 0; }' | \
+		$(FUZZ_CC) -fsanitize=fuzzer,address,undefined -x c -o /dev/null - 2>/dev/null || \
+		{ echo "$(FUZZ_CC) with libFuzzer is missing: install clang and libclang-rt-14-dev, or run 'make deps' for all packages" >&2; exit 1; }
+
+$(FUZZ)/%.c.o: %.c | packages fuzz-packages
 	@mkdir -p $(@D)
 	$(FUZZ_CC) -std=c11 -D_GNU_SOURCE $(FUZZ_FLAGS) -Wmissing-prototypes -MMD -MP -c -o $@ $<
 
-$(FUZZ)/%.cc.o: %.cc
+$(FUZZ)/%.cc.o: %.cc | packages fuzz-packages
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) -std=c++17 $(FUZZ_FLAGS) -MMD -MP -c -o $@ $<
 

@@ -1,4 +1,4 @@
-/* fuzz_checkpoint.c: model files of any bytes (model/checkpoint.h), and what --info does with those that pass. */
+/* fuzz_checkpoint.c: model files of any bytes (model/checkpoint.h), printed by info_print if they pass. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,8 +66,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
 }
 
-/* Most of a small model file is padding that nobody reads. So change in place, most of the time, what is read:
- * the header, an entry of the table, or a section. */
+/* Most of a small model file is padding that nobody reads. So change in place, most of the time, what is
+ * read: the header, an entry of the table, or a section. */
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
     FileHeader h;
     const unsigned aim = seed % 8, choice = seed / 8;

@@ -1,5 +1,5 @@
-/* fuzz_tokenizer.c: text of any bytes, and ids of any value (tokenizer/tokenizer.h). The first byte of the input
- * says which. Runs from the root of the repository, whose demo tokenizer it loads. */
+/* fuzz_tokenizer.c: text of any bytes, and ids of any value (tokenizer/tokenizer.h). The first byte of the
+ * input says which. Runs from the root of the repository, whose demo tokenizer it loads. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

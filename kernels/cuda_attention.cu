@@ -1,0 +1,736 @@
+/* cuda_attention.cu: causal attention over the KV cache: decode (one token) and prefill (many).
+ *
+ *   out, q            (n, n_heads * head_dim) fp16
+ *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16, positions 0 .. *pos + n - 1 are filled
+ *   head_dim          even, 2 .. 256; padded with zeros to PAD = 16, 32, 64, 128 or 256 on the chip
+ *
+ * What both kernels share. The query heads of one kv head (its group) are served together, so a key or value
+ * that was fetched once serves them all. Softmax is online: a state (max, sum, out) with weights 2^(score - max)
+ * is carried along the keys; scores are in units of log2(e), so that a weight is one ex2. The max starts at the
+ * lowest finite float rather than at -infinity: then no difference of two maxima is NaN. A masked score is
+ * -infinity, weight 0, while a score that is not finite by itself becomes NaN and spoils its row: the product
+ * that reads the row reports it. What lies beyond the visible positions is never read: zeros stand for it.
+ * Rows of the cache are 2 * head_dim bytes apart, so 16-byte accesses need head_dim % 8 == 0; otherwise they
+ * are 4 bytes wide. Reference: attend() in cpu.c. Test: tests/gpu/attention_test.cu. */
+#include "cuda_ops.cuh"
+
+#include <float.h>
+#include <math.h>
+
+#define MAX_HEAD_DIM 256
+#define CHUNK 8  // values of a 16-byte access
+
+static_assert(sizeof(uint4) == CHUNK * sizeof(fp16), "a chunk is one 16-byte access");
+
+namespace {
+
+/* One call of attention_cuda. */
+struct Attention {
+    fp16 *out;
+    const fp16 *q, *k_cache, *v_cache;
+    const int *pos;
+    int n, n_heads, group, head_dim, seq_len;
+    float log2_scale;  // log2(e) / sqrt(head_dim): from q . k to the exponent of 2
+};
+
+__device__ __forceinline__ size_t cache_start(const Attention &a, int kv_head) {
+    return (size_t)kv_head * (size_t)a.seq_len * (size_t)a.head_dim;
+}
+
+/* Where the vector of a token and query head starts in q and out. */
+__device__ __forceinline__ size_t head_start(const Attention &a, int token, int head) {
+    return ((size_t)token * (size_t)a.n_heads + (size_t)head) * (size_t)a.head_dim;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* x, but NaN for +-infinity: a score of -infinity would otherwise get weight 0 and be forgotten. */
+__device__ __forceinline__ float finite_or_nan(float x) { return fmaf(x, 0.0f, x); }
+
+/* Two neighbouring values as fp16. Rows and dims are even, so the address is a multiple of 4. */
+__device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
+    *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
+}
+
+/* ---- decode ---------------------------------------------------------------------------------------------------- */
+
+/* One token. Bound by the bytes of the cache, 4 * head_dim per position and kv head.
+ *
+ * Grid (n_splits, n_kv_heads * sets), DECODE_THREADS a block. A set is up to HEADS query heads of a group; larger
+ * groups take several sets, which then find keys and values in the L2 cache. n_splits follows from kv_len_max and
+ * the device alone, so that a captured launch stays right: the blocks share out the real length, in whole batches,
+ * and blocks left without work return at once.
+ * PAD / 8 lanes hold one key, 16 bytes a lane; a warp takes 32 / (PAD / 8) neighbouring keys per load. A batch is
+ * DECODE_UNROLL such loads of keys and as many of values by every warp, all in flight together. Each group of
+ * lanes carries a state of its own over its keys: no barrier until the end.
+ * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
+ * splits through the workspace by the block of a set that arrives last, which also puts the set's counter back
+ * to 0. Each of these sums has a fixed order: the result does not depend on who is last.
+ * Workspace: (sets, n_splits, HEADS) out vectors of PAD floats, then as many (max, sum). */
+
+#define DECODE_WARPS 8
+#define DECODE_THREADS (32 * DECODE_WARPS)
+#define DECODE_UNROLL 4
+#define MAX_SPLITS 64
+
+template <int PAD, int HEADS> struct DecodeShape {
+    static constexpr int LANES = PAD / CHUNK;  // that hold one key
+    static constexpr int KEYS = 32 / LANES;    // of one load by a warp
+    static constexpr int BATCH = DECODE_WARPS * KEYS * DECODE_UNROLL;
+    static constexpr int BLOCKS_PER_SM = HEADS == 1 ? 3 : 1;  // what registers allow
+    static constexpr int QUADS = HEADS * PAD / 4;             // float4 of all out vectors
+    static_assert(LANES >= 1 && 32 % LANES == 0, "a key lies within a warp");
+    static_assert(MAX_SPLITS >= DECODE_WARPS, "weights of warps and of splits share an array");
+};
+
+/* The softmax over a part of the context, without its out vector. */
+struct SoftmaxState {
+    float max, sum;
+};
+
+/* The chunk of a row (present or not) of which width values exist, zeros for the others. */
+__device__ __forceinline__ uint4 load_chunk(const fp16 *chunk, int width, bool present, bool aligned) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (aligned) {
+        if (present && width > 0) {
+            v = *reinterpret_cast<const uint4 *>(chunk);
+        }
+    } else {
+        const unsigned *pairs = reinterpret_cast<const unsigned *>(chunk);
+        v.x = present && width > 0 ? pairs[0] : 0;
+        v.y = present && width > 2 ? pairs[1] : 0;
+        v.z = present && width > 4 ? pairs[2] : 0;
+        v.w = present && width > 6 ? pairs[3] : 0;
+    }
+    return v;
+}
+
+__device__ __forceinline__ void chunk_to_float(float (&f)[CHUNK], const uint4 &chunk) {
+    const __half2 *pairs = reinterpret_cast<const __half2 *>(&chunk);
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++) {
+        const float2 pair = __half22float2(pairs[i]);
+        f[2 * i] = pair.x;
+        f[2 * i + 1] = pair.y;
+    }
+}
+
+/* weight[h][i] = how much partial i of n counts in the joined state of head h. A warp per head; the caller puts a
+ * barrier behind it. */
+template <int HEADS>
+__device__ void join_states(float (&weight)[HEADS][MAX_SPLITS], SoftmaxState (&joined)[HEADS],
+                            const SoftmaxState *partial, int n) {
+    const int lane = threadIdx.x % 32;
+    for (int h = threadIdx.x / 32; h < HEADS; h += DECODE_WARPS) {
+        float max = -FLT_MAX, sum = 0;
+        for (int i = lane; i < n; i += 32) {
+            max = fmaxf(max, partial[i * HEADS + h].max);
+        }
+        max = warp_max(max);
+        for (int i = lane; i < n; i += 32) {
+            weight[h][i] = exp2_approx(partial[i * HEADS + h].max - max);
+            sum += weight[h][i] * partial[i * HEADS + h].sum;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            joined[h] = {max, sum};
+        }
+    }
+}
+
+/* Four values of a head's joined out vector: the weighted sum of n partial ones, quads apart. */
+__device__ __forceinline__ float4 join_quad(const float *weight, const float4 *partial, int quads, int n) {
+    float4 out = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int i = 0; i < n; i++) {
+        const float4 v = partial[(size_t)i * quads];
+        out.x += weight[i] * v.x;
+        out.y += weight[i] * v.y;
+        out.z += weight[i] * v.z;
+        out.w += weight[i] * v.w;
+    }
+    return out;
+}
+
+/* Join the states of the lane groups of a warp: afterwards all of them hold the joined one. */
+template <int LANES> __device__ __forceinline__ void join_lanes(SoftmaxState &state, float (&out)[CHUNK]) {
+    float max = state.max;
+#pragma unroll
+    for (int offset = LANES; offset < 32; offset *= 2) {
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    const float weight = exp2_approx(state.max - max);
+    state = {max, state.sum * weight};
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        out[i] *= weight;
+    }
+#pragma unroll
+    for (int offset = LANES; offset < 32; offset *= 2) {
+        state.sum += __shfl_xor_sync(~0u, state.sum, offset);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            out[i] += __shfl_xor_sync(~0u, out[i], offset);
+        }
+    }
+}
+
+template <int PAD, int HEADS>
+__global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOCKS_PER_SM))
+decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
+    using Shape = DecodeShape<PAD, HEADS>;
+    __shared__ float4 warp_out[DECODE_WARPS][Shape::QUADS];
+    __shared__ SoftmaxState warp_state[DECODE_WARPS][HEADS], joined[HEADS];
+    __shared__ float weight[HEADS][MAX_SPLITS];
+    __shared__ bool is_last;
+
+    const int kv_len = *a.pos + 1, n_splits = (int)gridDim.x, split = (int)blockIdx.x;
+    const int split_batches = (kv_len - 1) / (n_splits * Shape::BATCH) + 1;
+    const int split_keys = split_batches * Shape::BATCH;
+    const int n_active = (kv_len - 1) / split_keys + 1;  // splits that have keys
+    if (split >= n_active) {
+        return;
+    }
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = lane % Shape::LANES * CHUNK;
+    const int sets = (a.group - 1) / HEADS + 1, set = (int)blockIdx.y;
+    const int kv_head = set / sets, first_head = set % sets * HEADS;  // of the group
+    const int n_heads = min(HEADS, a.group - first_head);
+    const int width = a.head_dim - dim;  // values that this lane's chunk of a row has, if under CHUNK
+    const bool aligned = a.head_dim % CHUNK == 0;
+    const fp16 *q = a.q + head_start(a, 0, kv_head * a.group + first_head) + dim;
+    const fp16 *k_rows = a.k_cache + cache_start(a, kv_head) + dim;
+    const fp16 *v_rows = a.v_cache + cache_start(a, kv_head) + dim;
+
+    float query[HEADS][CHUNK], out[HEADS][CHUNK] = {};
+    SoftmaxState state[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        chunk_to_float(query[h], load_chunk(q + h * a.head_dim, width, h < n_heads, aligned));
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            query[h][i] *= a.log2_scale;
+        }
+        state[h] = {-FLT_MAX, 0};
+    }
+
+    const int first_key = split * split_keys + warp * Shape::KEYS + lane / Shape::LANES;
+    const int end = min((split + 1) * split_keys, kv_len);
+    for (int key = first_key; key - first_key + split * split_keys < end; key += Shape::BATCH) {
+        uint4 k[DECODE_UNROLL], v[DECODE_UNROLL];
+        bool present[DECODE_UNROLL];
+#pragma unroll
+        for (int u = 0; u < DECODE_UNROLL; u++) {
+            const int row = key + u * DECODE_WARPS * Shape::KEYS;
+            const size_t at = (size_t)row * (size_t)a.head_dim;
+            present[u] = row < end;
+            k[u] = load_chunk(k_rows + at, width, present[u], aligned);
+            v[u] = load_chunk(v_rows + at, width, present[u], aligned);
+        }
+
+        float score[HEADS][DECODE_UNROLL];
+#pragma unroll
+        for (int u = 0; u < DECODE_UNROLL; u++) {
+            float values[CHUNK];
+            chunk_to_float(values, k[u]);
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                score[h][u] = 0;
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    score[h][u] = fmaf(query[h][i], values[i], score[h][u]);
+                }
+#pragma unroll
+                for (int offset = 1; offset < Shape::LANES; offset *= 2) {
+                    score[h][u] += __shfl_xor_sync(~0u, score[h][u], offset);
+                }
+            }
+        }
+
+        // From here on a score is its weight.
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            float max = state[h].max;
+#pragma unroll
+            for (int u = 0; u < DECODE_UNROLL; u++) {
+                score[h][u] = present[u] ? finite_or_nan(score[h][u]) : -INFINITY;
+                max = fmaxf(max, score[h][u]);
+            }
+            const float shrink = exp2_approx(state[h].max - max);
+            state[h] = {max, state[h].sum * shrink};
+#pragma unroll
+            for (int u = 0; u < DECODE_UNROLL; u++) {
+                score[h][u] = exp2_approx(score[h][u] - max);
+                state[h].sum += score[h][u];
+            }
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                out[h][i] *= shrink;
+            }
+        }
+
+#pragma unroll
+        for (int u = 0; u < DECODE_UNROLL; u++) {
+            float values[CHUNK];
+            chunk_to_float(values, v[u]);
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    out[h][i] = fmaf(score[h][u], values[i], out[h][i]);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        join_lanes<Shape::LANES>(state[h], out[h]);
+        if (lane < Shape::LANES) {
+            float4 *quads = &warp_out[warp][(h * PAD + dim) / 4];
+            quads[0] = make_float4(out[h][0], out[h][1], out[h][2], out[h][3]);
+            quads[1] = make_float4(out[h][4], out[h][5], out[h][6], out[h][7]);
+        }
+        if (lane == 0) {
+            warp_state[warp][h] = state[h];
+        }
+    }
+    __syncthreads();  // the warps' states are complete
+    join_states<HEADS>(weight, joined, warp_state[0], DECODE_WARPS);
+    __syncthreads();  // weights are complete
+
+    const float4 *partial = warp_out[0];
+    int n_partial = DECODE_WARPS;
+    if (n_active > 1) {
+        float4 *split_out = workspace + (size_t)set * n_splits * Shape::QUADS;
+        SoftmaxState *split_state =
+            reinterpret_cast<SoftmaxState *>(workspace + (size_t)gridDim.y * n_splits * Shape::QUADS) +
+            (size_t)set * n_splits * HEADS;
+        for (int i = threadIdx.x; i < Shape::QUADS; i += DECODE_THREADS) {
+            split_out[split * Shape::QUADS + i] =
+                join_quad(weight[i * 4 / PAD], partial + i, Shape::QUADS, n_partial);
+        }
+        if (threadIdx.x < HEADS) {
+            split_state[split * HEADS + threadIdx.x] = joined[threadIdx.x];
+        }
+        // Release: what the whole block wrote is visible to the device before its arrival is counted.
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(&counters[set], 1) == (unsigned)n_active - 1;
+        }
+        __syncthreads();  // is_last is there
+        if (!is_last) {
+            return;
+        }
+        __threadfence();  // acquire: reads below see what the other blocks wrote before they arrived
+        if (threadIdx.x == 0) {
+            counters[set] = 0;
+        }
+        join_states<HEADS>(weight, joined, split_state, n_active);
+        __syncthreads();  // weights are complete
+        partial = split_out;
+        n_partial = n_active;
+    }
+    fp16 *set_out = a.out + head_start(a, 0, kv_head * a.group + first_head);
+    for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
+        const int h = i * 4 / PAD, d = i * 4 % PAD;
+        const float4 v = join_quad(weight[h], partial + i, Shape::QUADS, n_partial);
+        fp16 *to = set_out + h * a.head_dim + d;
+        if (d < a.head_dim) {
+            store_pair(to, v.x / joined[h].sum, v.y / joined[h].sum);
+        }
+        if (d + 2 < a.head_dim) {
+            store_pair(to + 2, v.z / joined[h].sum, v.w / joined[h].sum);
+        }
+    }
+}
+
+template <int PAD, int HEADS> void launch_decode(const CudaLaunch *c, const Attention &a, int kv_len_max) {
+    using Shape = DecodeShape<PAD, HEADS>;
+    const size_t sets = (size_t)(a.n_heads / a.group) * ceil_div((size_t)a.group, HEADS);
+    // One wave of blocks, each with a batch at least.
+    const size_t wave = (size_t)c->n_sms * Shape::BLOCKS_PER_SM / sets;
+    const size_t useful = min_size(ceil_div((size_t)kv_len_max, Shape::BATCH), MAX_SPLITS);
+    const size_t n_splits = wave > 1 ? min_size(wave, useful) : 1;
+    const size_t partial_bytes = Shape::QUADS * sizeof(float4) + HEADS * sizeof(SoftmaxState);
+    CHECK(sets < N_COUNTERS);  // the largest grid.y, too
+    CHECK(n_splits == 1 || sets * n_splits * partial_bytes <= c->workspace_bytes);
+    decode_kernel<PAD, HEADS><<<dim3((unsigned)n_splits, (unsigned)sets), DECODE_THREADS, 0, c->stream>>>(
+        a, reinterpret_cast<float4 *>(c->workspace), c->counters);
+    CUDA_CHECK_LAUNCH(c->stream);
+}
+
+/* ---- prefill --------------------------------------------------------------------------------------------------- */
+
+/* Many tokens: flash attention on Tensor Cores (mma.sync m16n8k16, fp16 in, fp32 sums).
+ *
+ * A kv head has n * group query rows, row r = token r / group, head r % group of the group: so the heads of a group
+ * share the loads of keys and values. Grid (n_kv_heads, ceil(n * group / ROWS)), PREFILL_THREADS a block; the rows
+ * that see most come first, so that the short blocks fill the gaps at the end. A block owns ROWS rows, a warp
+ * ROW_TILES tiles of 16 of them, and walks over tiles of KEYS positions up to the last one that its rows see.
+ * Shared: the query rows, then STAGES tiles of keys, then STAGES of values; rows of PAD fp16, swizzled.
+ * Stages: while tile t is multiplied, cp.async brings tile t + 1 into the other stage. The one barrier per tile says
+ * both that tile t has arrived for everyone and that everyone is done with tile t - 1, whose place t + 1 takes.
+ * Per tile and warp: scores S = Q K^T in registers | mask, where the diagonal crosses | online softmax; the four
+ * lanes that share a row agree on its max | P rounded to fp16, whose registers are the next operand as they lie |
+ * O += P V. Sums of weights stay per lane until the end. Every sum's order follows from the shapes.
+ * Rows beyond n * group and positions that no row of the block sees are zeros in shared memory: no NaN of unwritten
+ * cache reaches P V as 0 * NaN.
+ * Flops: 4 * head_dim per visible pair of row and position. */
+
+#define PREFILL_WARPS 4
+#define PREFILL_THREADS (32 * PREFILL_WARPS)
+#define STAGES 2
+#define MMA_ROWS 16  // rows of a query tile, and keys or dims of one ldmatrix.x4 of K or V
+
+template <int PAD> struct PrefillShape {
+    // 32 rows a warp halve the shared-memory reads per product; at 256 dims registers allow 16 only.
+    static constexpr int ROW_TILES = PAD <= 128 ? 2 : 1;
+    static constexpr int ROWS = PREFILL_WARPS * ROW_TILES * MMA_ROWS;
+    static constexpr int KEYS = PAD <= 128 ? 64 : 32;
+    static constexpr int ROW_BYTES = PAD * (int)sizeof(fp16);
+    static constexpr int CHUNKS = PAD / CHUNK;  // 16-byte chunks of a row
+    static constexpr int TILE_BYTES = KEYS * ROW_BYTES;
+    static constexpr int K_START = ROWS * ROW_BYTES, V_START = K_START + STAGES * TILE_BYTES;
+    static constexpr int SHARED_BYTES = V_START + STAGES * TILE_BYTES;
+    static_assert(PAD % MMA_ROWS == 0 && KEYS % MMA_ROWS == 0, "whole operands");
+    static_assert(K_START % ROW_BYTES == 0 && TILE_BYTES % ROW_BYTES == 0, "tiles start where a row could");
+};
+
+/* Byte offset of a chunk in a tile. Chunks are swapped about within their row so that the same chunk of 8 rows in
+ * turn, what one phase of ldmatrix reads, lies in 8 different sixteenths of the 32 banks. The pattern repeats every
+ * 8 rows; it is an exclusive or, so offset(row, chunk ^ c) = offset(row, chunk) ^ 16 c. */
+template <int PAD> __device__ __forceinline__ unsigned chunk_offset(int row, int chunk) {
+    constexpr int chunks = PrefillShape<PAD>::CHUNKS, swapped = chunks < 8 ? chunks : 8;
+    constexpr int rows_per_line = 8 / swapped;  // rows in the 128 bytes that span all banks
+    return (unsigned)(row * PrefillShape<PAD>::ROW_BYTES + (chunk ^ row / rows_per_line % swapped) * 16);
+}
+
+/* cp.async of BYTES, or of zeros (nothing is read then). */
+template <int BYTES>
+__device__ __forceinline__ void copy_async_or_zero(unsigned shared, const void *global, bool present) {
+    const int from_global = present ? BYTES : 0;
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(from_global)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES),
+                     "r"(from_global)
+                     : "memory");
+    }
+}
+
+/* Start the copy of a row's chunk of which width values exist; zeros for the others. */
+__device__ __forceinline__ void copy_chunk(unsigned shared, const fp16 *chunk, int width, bool present,
+                                           bool aligned) {
+    if (aligned) {
+        copy_async_or_zero<16>(shared, chunk, present && width > 0);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i += 2) {
+            copy_async_or_zero<4>(shared + i * sizeof(fp16), chunk + i, present && width > i);
+        }
+    }
+}
+
+/* Start the copies of a tile of positions of keys and of values; zeros from end on. Not unrolled: addresses held
+ * for later would cost the registers that the sums need. */
+template <int PAD>
+__device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, const fp16 *k_rows, const fp16 *v_rows,
+                                           int first, int end, int head_dim) {
+    using Shape = PrefillShape<PAD>;
+    constexpr int STEP = PREFILL_THREADS / Shape::CHUNKS;  // rows that the block copies at once
+    static_assert(Shape::KEYS % STEP == 0, "no thread has a chunk more than another");
+    const int chunk = (int)threadIdx.x % Shape::CHUNKS, dim = chunk * CHUNK;
+#pragma unroll 1
+    for (int row = (int)threadIdx.x / Shape::CHUNKS; row < Shape::KEYS; row += STEP) {
+        const unsigned to = chunk_offset<PAD>(row, chunk);
+        const size_t from = (size_t)(first + row) * (size_t)head_dim + dim;
+        const bool present = first + row < end, aligned = head_dim % CHUNK == 0;
+        copy_chunk(k_tile + to, k_rows + from, head_dim - dim, present, aligned);
+        copy_chunk(v_tile + to, v_rows + from, head_dim - dim, present, aligned);
+    }
+}
+
+/* Four 8 x 8 matrices of fp16: lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix the
+ * values 2 (l % 4) and the next of row l / 4. */
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared));
+}
+
+/* The same, each matrix transposed on the way. */
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared));
+}
+
+/* c (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds columns 2 (l % 4) and the next of rows l / 4 (c[0], c[1]) and
+ * l / 4 + 8 (c[2], c[3]). */
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned *>(&pair);
+}
+
+template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill_kernel(const Attention a) {
+    using Shape = PrefillShape<PAD>;
+    constexpr int ROW_TILES = Shape::ROW_TILES, KEYS = Shape::KEYS, ROW_BYTES = Shape::ROW_BYTES;
+    extern __shared__ __align__(1024) unsigned char shared[];  // a multiple of every ROW_BYTES
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int kv_head = (int)blockIdx.x, n_rows = a.n * a.group, pos = *a.pos;
+    const int first_row = (int)(gridDim.y - 1 - blockIdx.y) * Shape::ROWS;
+    const int last_row = min(first_row + Shape::ROWS, n_rows) - 1;
+    const int kv_end = pos + last_row / a.group + 1;  // positions that the block sees
+    const fp16 *k_rows = a.k_cache + cache_start(a, kv_head), *v_rows = a.v_cache + cache_start(a, kv_head);
+    const unsigned q_tile = (unsigned)__cvta_generic_to_shared(shared);
+    const unsigned k_tiles = q_tile + Shape::K_START, v_tiles = q_tile + Shape::V_START;
+
+    for (int i = (int)threadIdx.x; i < Shape::ROWS * Shape::CHUNKS; i += PREFILL_THREADS) {
+        const int row = i / Shape::CHUNKS, chunk = i % Shape::CHUNKS, dim = chunk * CHUNK;
+        const int token = (first_row + row) / a.group, head = kv_head * a.group + (first_row + row) % a.group;
+        copy_chunk(q_tile + chunk_offset<PAD>(row, chunk), a.q + head_start(a, token, head) + dim,
+                   a.head_dim - dim, first_row + row < n_rows, a.head_dim % CHUNK == 0);
+    }
+    copy_tiles<PAD>(k_tiles, v_tiles, k_rows, v_rows, 0, kv_end, a.head_dim);
+    copy_async_commit();
+
+    // The softmax of the lane's two rows of each row tile, and four values of it per 8 dims.
+    const int warp_row = first_row + warp * ROW_TILES * MMA_ROWS;
+    float max[ROW_TILES][2], sum[ROW_TILES][2], out[ROW_TILES][PAD / 8][4] = {};
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+        max[r][0] = max[r][1] = -FLT_MAX;
+        sum[r][0] = sum[r][1] = 0;
+    }
+    const int visible_to_all = pos + min(warp_row, last_row) / a.group + 1;
+    const int warp_last_row = min(warp_row + ROW_TILES * MMA_ROWS - 1, last_row);
+    const int visible_to_any = warp_row <= last_row ? pos + warp_last_row / a.group + 1 : 0;
+
+    // What the lane addresses in ldmatrix. Q and V: matrices 0 and 1 are rows 0 and 8 on, 2 and 3 the next chunk; K:
+    // matrices 0 and 1 are two chunks of the same 8 keys, 2 and 3 of the next. Further chunks: see chunk_offset.
+    const int near_rows = lane % 16, near_chunk = lane / 16;
+    const unsigned q_lane = q_tile + chunk_offset<PAD>(warp * ROW_TILES * MMA_ROWS + near_rows, near_chunk);
+    const unsigned k_lane = k_tiles + chunk_offset<PAD>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned v_lane = v_tiles + chunk_offset<PAD>(near_rows, near_chunk);
+
+    for (int first = 0, stage = 0; first < kv_end; first += KEYS, stage ^= 1) {
+        copy_async_wait<0>();
+        __syncthreads();  // this tile has arrived; the one before has been used
+        if (first + KEYS < kv_end) {
+            const unsigned next = (unsigned)((stage ^ 1) * Shape::TILE_BYTES);
+            copy_tiles<PAD>(k_tiles + next, v_tiles + next, k_rows, v_rows, first + KEYS, kv_end, a.head_dim);
+            copy_async_commit();
+        }
+        if (first >= visible_to_any) {
+            continue;  // beyond the diagonal for this warp
+        }
+        const unsigned this_stage = (unsigned)(stage * Shape::TILE_BYTES);
+
+        float score[ROW_TILES][KEYS / 8][4] = {};
+#pragma unroll
+        for (int dim = 0; dim < PAD; dim += 16) {
+            const unsigned chunk = dim / CHUNK * 16;
+            unsigned query[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+                load_matrices(query[r], (q_lane ^ chunk) + r * MMA_ROWS * ROW_BYTES);
+            }
+#pragma unroll
+            for (int key = 0; key < KEYS; key += 16) {
+                unsigned k[4];
+                load_matrices(k, ((k_lane + this_stage) ^ chunk) + key * ROW_BYTES);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    multiply_add(score[r][key / 8], query[r], k[0], k[1]);
+                    multiply_add(score[r][key / 8 + 1], query[r], k[2], k[3]);
+                }
+            }
+        }
+
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    score[r][j][i] = finite_or_nan(score[r][j][i]);
+                }
+            }
+        }
+        if (first + KEYS > visible_to_all) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int row = min(warp_row + r * MMA_ROWS + i / 2 * 8 + lane / 4, last_row);
+                    const int visible = pos + row / a.group + 1;
+#pragma unroll
+                    for (int j = 0; j < KEYS / 8; j++) {
+                        if (first + j * 8 + lane % 4 * 2 + i % 2 >= visible) {
+                            score[r][j][i] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+            float new_max[2] = {max[r][0], max[r][1]};
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    new_max[i / 2] = fmaxf(new_max[i / 2], score[r][j][i]);
+                }
+            }
+            float shrink[2], exponent[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(~0u, new_max[i], 1));
+                new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(~0u, new_max[i], 2));
+                shrink[i] = exp2_approx((max[r][i] - new_max[i]) * a.log2_scale);
+                exponent[i] = new_max[i] * a.log2_scale;
+                max[r][i] = new_max[i];
+                sum[r][i] *= shrink[i];
+            }
+            // From here on a score is its weight.
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    score[r][j][i] = exp2_approx(fmaf(score[r][j][i], a.log2_scale, -exponent[i / 2]));
+                    sum[r][i / 2] += score[r][j][i];
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < PAD / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    out[r][j][i] *= shrink[i / 2];
+                }
+            }
+        }
+
+#pragma unroll
+        for (int key = 0; key < KEYS; key += 16) {
+            unsigned p[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+                const float(&s)[4] = score[r][key / 8], (&t)[4] = score[r][key / 8 + 1];
+                p[r][0] = pack_pair(s[0], s[1]);
+                p[r][1] = pack_pair(s[2], s[3]);
+                p[r][2] = pack_pair(t[0], t[1]);
+                p[r][3] = pack_pair(t[2], t[3]);
+            }
+#pragma unroll
+            for (int dim = 0; dim < PAD; dim += 16) {
+                unsigned v[4];
+                load_matrices_transposed(v, ((v_lane + this_stage) ^ (dim / CHUNK * 16)) + key * ROW_BYTES);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    multiply_add(out[r][dim / 8], p[r], v[0], v[1]);
+                    multiply_add(out[r][dim / 8 + 1], p[r], v[2], v[3]);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], 1);
+            sum[r][i] += __shfl_xor_sync(~0u, sum[r][i], 2);
+            const float factor = 1.0f / sum[r][i];
+            const int row = warp_row + r * MMA_ROWS + i * 8 + lane / 4;
+            fp16 *to = a.out + head_start(a, row / a.group, kv_head * a.group + row % a.group);
+#pragma unroll
+            for (int j = 0; j < PAD / 8; j++) {
+                const int dim = j * 8 + lane % 4 * 2;
+                if (row <= last_row && dim < a.head_dim) {
+                    store_pair(to + dim, out[r][j][2 * i] * factor, out[r][j][2 * i + 1] * factor);
+                }
+            }
+        }
+    }
+}
+
+template <int PAD> void launch_prefill(const CudaLaunch *c, const Attention &a) {
+    using Shape = PrefillShape<PAD>;
+    const size_t blocks = ceil_div((size_t)a.n * (size_t)a.group, Shape::ROWS);
+    CHECK(blocks < 65536);  // grid.y
+    CHECK(Shape::SHARED_BYTES <= c->shared_per_block);
+    CUDA_CHECK(cudaFuncSetAttribute(prefill_kernel<PAD>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Shape::SHARED_BYTES));
+    prefill_kernel<PAD><<<dim3((unsigned)(a.n_heads / a.group), (unsigned)blocks), PREFILL_THREADS,
+                          Shape::SHARED_BYTES, c->stream>>>(a);
+    CUDA_CHECK_LAUNCH(c->stream);
+}
+
+/* ---- both ------------------------------------------------------------------------------------------------------ */
+
+template <int PAD> void launch(const CudaLaunch *c, const Attention &a, int kv_len_max) {
+    constexpr int MOST_HEADS = PAD <= 128 ? 8 : 4;  // whose out vectors fit in static shared memory, a copy per warp
+    if (a.n > 1) {
+        launch_prefill<PAD>(c, a);
+    } else if (a.group == 1) {
+        launch_decode<PAD, 1>(c, a, kv_len_max);
+    } else if (a.group <= 4) {
+        launch_decode<PAD, 4>(c, a, kv_len_max);
+    } else {
+        launch_decode<PAD, MOST_HEADS>(c, a, kv_len_max);
+    }
+}
+
+}  // namespace
+
+void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
+                    const AttentionShape *shape, const int *pos, int n, int kv_len_max) {
+    CHECK(shape->n_kv_heads >= 1 && shape->n_heads >= 1 && shape->n_heads % shape->n_kv_heads == 0);
+    CHECK(shape->head_dim >= 2 && shape->head_dim <= MAX_HEAD_DIM && shape->head_dim % 2 == 0);
+    CHECK(n >= 1 && n <= kv_len_max && kv_len_max <= shape->seq_len);
+    const fp16 *const arrays[] = {out, q, k_cache, v_cache};
+    for (const fp16 *array : arrays) {
+        CHECK((uintptr_t)array % sizeof(uint4) == 0);
+    }
+    Attention a;
+    a.out = out;
+    a.q = q;
+    a.k_cache = k_cache;
+    a.v_cache = v_cache;
+    a.pos = pos;
+    a.n = n;
+    a.n_heads = shape->n_heads;
+    a.group = shape->n_heads / shape->n_kv_heads;
+    a.head_dim = shape->head_dim;
+    a.seq_len = shape->seq_len;
+    a.log2_scale = (float)(M_LOG2E / sqrt((double)shape->head_dim));
+    CHECK((size_t)n * (size_t)a.group < (size_t)1 << 30);
+    if (shape->head_dim <= 16) {
+        launch<16>(c, a, kv_len_max);
+    } else if (shape->head_dim <= 32) {
+        launch<32>(c, a, kv_len_max);
+    } else if (shape->head_dim <= 64) {
+        launch<64>(c, a, kv_len_max);
+    } else if (shape->head_dim <= 128) {
+        launch<128>(c, a, kv_len_max);
+    } else {
+        launch<MAX_HEAD_DIM>(c, a, kv_len_max);
+    }
+}

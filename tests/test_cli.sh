@@ -1,0 +1,855 @@
+#!/bin/sh
+# Both programs as a user meets them. Prints "ok NAME", "not ok NAME" with a trace, or "skip NAME: reason" for
+# each test. BIN is where run and convert are, BUILD where scratch files may go. Row numbers in names are
+# those of the case list.
+#
+# Tests are called by name, and the words of a loop need no quotes.
+# shellcheck disable=SC2317,SC2086
+set -u
+cd "$(dirname "$0")/.." || exit 1
+bin=$(cd "${BIN:-.}" && pwd)
+mkdir -p "${BUILD:-build}/test_cli.$$" && s=$(cd "${BUILD:-build}/test_cli.$$" && pwd) || exit 1
+script=$PWD/tests/test_cli.sh stories=$PWD/../shared/data/stories260K
+trap 'rm -rf "$s"' EXIT
+trap 'exit 1' HUP INT TERM
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
+export PATH="$bin:$PATH"  # run and convert
+unset SPDP_ISA
+failed=0
+
+# ---- the harness ------------------------------------------------------------------------------------------
+
+# Run a test function in a subshell that ends at the first command that fails.
+t() {
+    rm -rf "$s/reason" "$s/out" "$s/err" "$s"/new*
+    (
+        set -eux
+        "$1"
+    ) >"$s/trace" 2>&1 </dev/null
+    case $? in
+    0) echo "ok $1" ;;
+    77) echo "skip $1: $(cat "$s/reason")" ;;
+    *)
+        echo "not ok $1"
+        tail -n 12 "$s/trace" | sed 's/^/    /'
+        failed=1
+        ;;
+    esac
+}
+
+skip_test() {
+    echo "$1" >"$s/reason"
+    exit 77
+}
+
+# A command with its output in $s/out and $s/err; its status must be the one given.
+status() {
+    want=$1 got=0
+    shift
+    "$@" >"$s/out" 2>"$s/err" || got=$?
+    [ "$got" -eq "$want" ]
+}
+
+# The command fails with that status, says why in one line that matches, and prints nothing on stdout.
+refuses() {
+    want=$1 pattern=$2
+    shift 2
+    status "$want" "$@"
+    [ ! -s "$s/out" ]
+    [ "$(wc -l <"$s/err")" -eq 1 ]
+    grep -q -e "$pattern" "$s/err"
+}
+
+# refuses STATUS for every line "PATTERN|WORDS" of standard input: the command given, then those words.
+refuses_each() {
+    want_each=$1
+    shift
+    while IFS='|' read -r pattern_each words; do
+        refuses "$want_each" "$pattern_each" "$@" $words </dev/null
+    done
+}
+
+succeeds() { status 0 "$@"; }
+lacks() { if grep -q -e "$1" "$2"; then return 1; fi; }
+differ() { if cmp -s "$1" "$2"; then return 1; fi; }
+same_number() { awk -v a="$1" -v b="$2" -v t="$3" 'BEGIN { d = a - b; exit !(d <= t + 0 && d >= -t) }'; }
+
+# Value of a key in a line of JSON; strings keep their quotes.
+json() { sed -n "s/.*\"$1\":\\([^,}]*\\)[,}].*/\\1/p" "$2"; }
+
+# The text that greedy decoding gives for arguments, in $s/NAME.
+greedy() {
+    name=$1
+    shift
+    run "$@" -t 0 -q >"$s/$name"
+}
+
+# Nothing was made under that name, nor beside it.
+absent() { [ -z "$(find "$s" -name "$1*")" ]; }
+
+sanitized() { ldd "$bin/run" | grep -q libasan; }
+
+# ---- the inputs: made once --------------------------------------------------------------------------------
+
+once='Once upon a time'
+# Its ids with BOS, u16, and what the demo says next: ids and text.
+once_bytes='\001\000\253\015\154\002\005\001\051\002'
+next_ids='4044 262 1334 313 362 2374 297 262 '
+next_text=', the sun was shining in the sky, and the moon was shining in the moonlight.'
+
+make_inputs() {
+    convert demo "$s/dense.bin" --sp 0 --format dense -q
+    convert demo "$s/half.bin" --sp 0.5 -q
+    convert demo "$s/ids.bin" --sp 0 --format dense --no-tokenizer -q
+    printf '%s' "$once" >"$s/once.txt"
+    # shellcheck disable=SC2059  # the bytes are a format
+    printf "$once_bytes" >"$s/once.tok"
+    printf '\001\000\005\000' >"$s/two.tok"
+    greedy once.out "$s/dense.bin" -p "$once" -n 64
+}
+t make_inputs
+[ $failed -eq 0 ] || exit 1
+
+# A copy of the demo's directory, linked but for config.json.
+copy_demo() {
+    mkdir -p "$1"
+    cp demo/config.json "$1/config.json"
+    chmod u+w "$1/config.json"
+    ln -s "$PWD/demo/model.safetensors" "$PWD/demo/tokenizer.model" "$1"
+}
+
+# Write bytes (a printf format) into a file at an offset.
+patch() {
+    # shellcheck disable=SC2059
+    printf "$3" | dd of="$1" bs=1 seek="$2" conv=notrunc 2>/dev/null
+}
+
+# ---- help -------------------------------------------------------------------------------------------------
+
+help_and_version() {
+    for program in run convert; do
+        for option in -h --help; do
+            succeeds "$program" "$option"
+            grep -q "^usage: $program" "$s/out"
+            [ ! -s "$s/err" ]
+        done
+        succeeds "$program" --version
+        grep -q "^$program (spdp) ." "$s/out"
+        [ "$(wc -l <"$s/out")" -eq 1 ]
+        [ ! -s "$s/err" ]
+    done
+}
+t help_and_version
+
+# An option that the help names and no line below uses is not tested.
+every_option_of_the_help_is_used_here() {
+    for program in run convert; do
+        "$program" -h >"$s/help"
+        grep -oE '(^|[ |])--?[a-z][a-z-]*' "$s/help" | tr -d ' |' | sort -u >"$s/options"
+        [ "$(wc -l <"$s/options")" -gt 10 ]
+        while read -r option; do
+            grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" "$script"
+        done <"$s/options"
+    done
+}
+t every_option_of_the_help_is_used_here
+
+# ---- run: text --------------------------------------------------------------------------------------------
+
+the_main_job_prints_text_and_its_speed() {
+    succeeds convert demo "$s/main.bin" --sp 0.5
+    [ ! -s "$s/out" ]
+    grep -q '^sparsity *0\.5000' "$s/err"
+    grep -q '^size .*% of dense' "$s/err"
+    grep -q '^done .*peak memory' "$s/err"
+    succeeds run "$s/main.bin" -p "$once"
+    [ -s "$s/out" ]
+    grep -q 'TPOT [0-9.]* ms' "$s/err"
+}
+t the_main_job_prints_text_and_its_speed
+
+row_48_stdout_has_the_generated_text_alone() {
+    succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0
+    [ "$(head -c ${#next_text} "$s/out")" = "$next_text" ]
+    cmp "$s/out" "$s/once.out"
+    for line in device model prefill decode reads total; do
+        grep -q "^$line " "$s/err"
+        lacks "^$line " "$s/out"
+    done
+    lacks "$once" "$s/out"
+}
+t row_48_stdout_has_the_generated_text_alone
+
+row_48_q_is_silent_and_v_says_more() {
+    succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 -q
+    cmp "$s/out" "$s/once.out"
+    [ ! -s "$s/err" ]
+    succeeds run "$s/dense.bin" -p "$once" -n 4 -t 0 -v
+    grep -q '^memory .*weights .*KV ' "$s/err"
+    succeeds convert demo "$s/quiet.bin" -q
+    [ ! -s "$s/out" ] && [ ! -s "$s/err" ]
+}
+t row_48_q_is_silent_and_v_says_more
+
+row_48_a_reader_that_leaves_ends_the_run_quietly() {
+    { run "$s/dense.bin" -p "$once" -n 400 -t 0 --ignore-eos -q 2>"$s/err" || echo $? >"$s/status"; } |
+        head -c 1 >"$s/out"
+    [ "$(cat "$s/out")" = , ]
+    [ ! -s "$s/err" ]
+    [ -s "$s/status" ]
+}
+t row_48_a_reader_that_leaves_ends_the_run_quietly
+
+row_48_output_that_cannot_be_written_is_a_failure() {
+    [ -w /dev/full ] || skip_test 'no /dev/full'
+    full='exec "$@" >/dev/full'
+    refuses 1 'standard output: No space left' sh -c "$full" sh run "$s/dense.bin" -p "$once" -n 4 -q
+    refuses 1 'standard output: No space left' sh -c "$full" sh convert --info "$s/dense.bin"
+    refuses 1 '/dev/full' run "$s/dense.bin" -p "$once" -n 0 -q --json /dev/full
+}
+t row_48_output_that_cannot_be_written_is_a_failure
+
+# Beyond ulimit -f a process gets a signal, which must not end it before it has said why.
+row_48_a_full_disk_is_a_failure_of_run() {
+    status 1 sh -c 'ulimit -f 1 && exec "$@"' sh run "$s/dense.bin" -p "$once" -n 400 -t 0 --ignore-eos -q
+    grep -q 'standard output: File too large' "$s/err"
+    [ "$(wc -l <"$s/err")" -eq 1 ]
+}
+t row_48_a_full_disk_is_a_failure_of_run
+
+a_seed_gives_the_same_bytes() {
+    for threads in 2 2 1; do
+        run "$s/half.bin" -p "$once" -n 40 -t 1.1 --top-p 0.95 --seed 7 -q -j $threads >"$s/seed.$threads"
+        [ ! -e "$s/seed" ] || cmp "$s/seed" "$s/seed.$threads"
+        mv "$s/seed.$threads" "$s/seed"
+    done
+    run "$s/half.bin" -p "$once" -n 40 -t 1.1 --top-p 0.95 --seed 8 -q >"$s/other"
+    differ "$s/seed" "$s/other"
+    succeeds run "$s/half.bin" -p "$once" -n 40 -t 1.1 --top-p 0.95
+    seed=$(sed -n 's/.*seed \([0-9]*\),.*/\1/p' "$s/err")
+    cp "$s/out" "$s/clock"
+    run "$s/half.bin" -p "$once" -n 40 -t 1.1 --top-p 0.95 --seed "$seed" -q >"$s/out"
+    cmp "$s/clock" "$s/out"
+}
+t a_seed_gives_the_same_bytes
+
+row_37_narrow_sampling_is_greedy() {
+    for narrow in '-t 0' '-t 1e-8' '--top-k 1' '--top-p 1e-6' '-t 0 --top-k 5 --top-p 0.5'; do
+        run "$s/dense.bin" -p "$once" -n 64 --seed 3 -q $narrow >"$s/out"
+        cmp "$s/out" "$s/once.out"
+    done
+}
+t row_37_narrow_sampling_is_greedy
+
+row_37_a_number_that_is_not_finite_stops_the_run() {
+    cp "$s/dense.bin" "$s/nan.bin"
+    chmod u+w "$s/nan.bin"
+    patch "$s/nan.bin" $((4096 + 512)) '\000\176'  # first weight of BOS's row of the embedding
+    refuses 1 'attention input of layer 0' run "$s/nan.bin" -p "$once" -q
+    printf '%s %s' "$once" "$once" >"$s/twice.txt"
+    patch "$s/nan.bin" $((4096 + 2 * 256 * 553)) '\000\176'
+    refuses 1 'not finite' run "$s/nan.bin" --ppl "$s/twice.txt" -q
+}
+t row_37_a_number_that_is_not_finite_stops_the_run
+
+# ---- run: prompts -----------------------------------------------------------------------------------------
+
+a_prompt_is_the_same_from_p_f_and_stdin() {
+    greedy from_f "$s/dense.bin" -f "$s/once.txt" -n 64
+    greedy from_stdin "$s/dense.bin" -n 64 <"$s/once.txt"
+    cmp "$s/from_f" "$s/once.out"
+    cmp "$s/from_stdin" "$s/once.out"
+}
+t a_prompt_is_the_same_from_p_f_and_stdin
+
+several_prompts_are_answered_one_after_the_other() {
+    greedy both "$s/dense.bin" -p "$once" -p 'The old man' -n 64
+    greedy old "$s/dense.bin" -p 'The old man' -n 64
+    { cat "$s/once.out" && echo && cat "$s/old"; } >"$s/expected"
+    cmp "$s/both" "$s/expected"
+}
+t several_prompts_are_answered_one_after_the_other
+
+empty_input_starts_from_bos() {
+    greedy empty "$s/dense.bin" -p '' -n 8
+    grep -q '^CHAPTER' "$s/empty"
+    greedy nothing "$s/dense.bin" -n 8 </dev/null
+    cmp "$s/empty" "$s/nothing"
+}
+t empty_input_starts_from_bos
+
+# The whole input counts, and whatever is in it is text.
+prefill_tokens() {
+    run "$s/dense.bin" -n 0 --json "$s/figures" -q "$@"
+    json prefill_tokens "$s/figures"
+}
+
+stdin_with_nul_and_invalid_bytes_is_text() {
+    printf 'ab\000\377\303c' >"$s/bytes"
+    succeeds run "$s/dense.bin" -n 4 -t 0 -q <"$s/bytes"
+    short=$(printf 'ab' | prefill_tokens)
+    long=$(prefill_tokens <"$s/bytes")
+    from_file=$(prefill_tokens -f "$s/bytes")
+    [ "$long" -gt "$short" ]
+    [ "$long" -eq "$from_file" ]
+}
+t stdin_with_nul_and_invalid_bytes_is_text
+
+e_expands_escapes() {
+    printf 'a\nb A\t\\ "c\\q' >"$s/expanded"
+    greedy from_f "$s/dense.bin" -f "$s/expanded" -n 24
+    greedy from_e "$s/dense.bin" -e -p 'a\nb \x41\t\\ \"c\q' -n 24
+    cmp "$s/from_f" "$s/from_e"
+    [ "$(prefill_tokens -p 'a\nb\n')" -gt "$(prefill_tokens -e -p 'a\nb\n')" ]
+}
+t e_expands_escapes
+
+row_5_control_tokens_in_a_prompt_are_text() {
+    succeeds run "$s/dense.bin" -p '<s>Hello</s>' -n 1 -t 0
+    grep -q '^hint .*<s>' "$s/err"
+    [ "$(prefill_tokens -p '<s>')" -gt 2 ]
+    [ "$(prefill_tokens -p '</s>')" -gt 2 ]
+}
+t row_5_control_tokens_in_a_prompt_are_text
+
+row_46_n_counts_new_tokens() {
+    twenty='one two three four five six seven eight nine ten eleven twelve'
+    for n in 5 1 0; do
+        succeeds run "$s/dense.bin" -p "$twenty" -n $n --ignore-eos -q --json "$s/figures"
+        [ "$(json decode_tokens "$s/figures")" -eq $n ]
+        [ "$(json stop_reason "$s/figures")" = '"length"' ]
+        [ "$(json prefill_tokens "$s/figures")" -ge 12 ]
+    done
+    [ ! -s "$s/out" ]
+    succeeds run "$s/dense.bin" -p "$once" -n -1 -c 32 --ignore-eos -q --json "$s/figures"
+    [ "$(json decode_tokens "$s/figures")" -eq 27 ]
+    [ "$(json stop_reason "$s/figures")" = '"context"' ]
+}
+t row_46_n_counts_new_tokens
+
+row_46_a_prompt_that_fills_the_context_says_so() {
+    succeeds run "$s/dense.bin" -p "$once" -c 5
+    [ ! -s "$s/out" ]
+    grep -q 'stop: context' "$s/err"
+    status 2 run "$s/dense.bin" -p "$once" -c 4 -q
+    [ ! -s "$s/out" ]
+    grep -q '5.*4' "$s/err"
+}
+t row_46_a_prompt_that_fills_the_context_says_so
+
+row_49_no_time_per_token_for_fewer_than_two() {
+    for n in 0 1; do
+        succeeds run "$s/dense.bin" -p "$once" -n $n -t 0 --json "$s/figures"
+        grep -q 'TPOT n/a' "$s/err"
+        [ "$(json tpot_ms "$s/figures")" = null ]
+        [ "$(json decode_tok_s "$s/figures")" = null ]
+    done
+    succeeds run "$s/dense.bin" -p "$once" -n 9 -t 0 -q --json "$s/figures"
+    tpot=$(json tpot_ms "$s/figures")
+    same_number "$(json decode_tok_s "$s/figures")" "$(awk "BEGIN { print 1000 / $tpot }")" 0.1
+    prefill_rate=$(awk "BEGIN { print 5000 / $(json ttft_ms "$s/figures") }")
+    same_number "$(json prefill_tok_s "$s/figures")" "$prefill_rate" 0.1
+}
+t row_49_no_time_per_token_for_fewer_than_two
+
+# ---- run: where the text ends -----------------------------------------------------------------------------
+
+row_40_every_eos_id_ends_the_text() {
+    copy_demo "$s/new"
+    sed 's/"eos_token_id": 2/"eos_token_id": [2, 4044]/' demo/config.json >"$s/new/config.json"
+    convert "$s/new" "$s/eos.bin" --sp 0 --format dense -q
+    succeeds run "$s/eos.bin" -p "$once" -n 16 -t 0 -q --json "$s/figures"
+    [ ! -s "$s/out" ]
+    [ "$(json stop_reason "$s/figures")" = '"eos"' ]
+    [ "$(json decode_tokens "$s/figures")" -eq 1 ]
+    succeeds run "$s/eos.bin" -p "$once" -n 64 -t 0 -q --ignore-eos --json "$s/figures"
+    [ "$(json decode_tokens "$s/figures")" -eq 64 ]
+    cmp "$s/out" "$s/once.out"
+}
+t row_40_every_eos_id_ends_the_text
+
+a_stop_string_ends_the_text_and_is_not_printed() {
+    succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 --stop 'ining in the moon' --json "$s/figures" -q
+    printf '%s' ', the sun was shining in the sky, and the moon was sh' | cmp - "$s/out"
+    [ "$(json stop_reason "$s/figures")" = '"stop"' ]
+    greedy out "$s/dense.bin" -p "$once" -n 64 --stop 'no such text' --stop ' sky' --stop 'moon'
+    printf '%s' ', the sun was shining in the' | cmp - "$s/out"
+    greedy out "$s/dense.bin" -p "$once" -n 64 --stop 'moonlit'
+    cmp "$s/out" "$s/once.out"
+}
+t a_stop_string_ends_the_text_and_is_not_printed
+
+# ---- run: token ids ---------------------------------------------------------------------------------------
+
+tokens_go_in_and_come_out() {
+    greedy ids "$s/ids.bin" -n 8 --tokens -f "$s/once.tok"
+    [ "$(cat "$s/ids"; echo .)" = "$next_ids." ]
+    greedy ids "$s/ids.bin" -n 8 --tokens <"$s/once.tok"
+    [ "$(cat "$s/ids"; echo .)" = "$next_ids." ]
+    greedy text "$s/dense.bin" -n 64 --tokens -f "$s/once.tok"
+    cmp "$s/text" "$s/once.out"
+}
+t tokens_go_in_and_come_out
+
+wrong_token_input_is_refused() {
+    refuses 2 'no tokenizer' run "$s/ids.bin" -p "$once"
+    refuses 2 '--stop' run "$s/ids.bin" --stop x --tokens -f "$s/once.tok"
+    refuses 2 '--tokens' run "$s/ids.bin" --tokens -p "$once"
+    printf '\001\000\001' >"$s/odd.tok"
+    refuses 1 'odd.tok: 3 bytes' run "$s/ids.bin" --tokens -f "$s/odd.tok" -q
+    printf '\001\000\000\020' >"$s/large.tok"
+    refuses 1 'large.tok: id 4096' run "$s/ids.bin" --tokens -f "$s/large.tok" -q
+    : >"$s/empty.tok"
+    status 2 run "$s/ids.bin" --tokens -f "$s/empty.tok" -q
+    [ ! -s "$s/out" ]
+}
+t wrong_token_input_is_refused
+
+# ---- run: perplexity --------------------------------------------------------------------------------------
+
+perplexity_of_text_equals_that_of_its_ids() {
+    tail -c +3 "$s/once.tok" >"$s/plain.tok"  # no BOS is inserted
+    succeeds run "$s/dense.bin" --ppl "$s/once.txt" --json "$s/text.json"
+    [ ! -s "$s/out" ]
+    grep -q '^protocol .*1 windows of 512, stride 512.*no BOS.*3 tokens scored' "$s/err"
+    grep -q '^sparsity ' "$s/err"
+    grep -q '^nll .*+-' "$s/err"
+    succeeds run "$s/ids.bin" --ppl "$s/plain.tok" --tokens --json "$s/ids.json" -q
+    for key in nll nll_stderr perplexity; do
+        value=$(json $key "$s/text.json")
+        [ "$value" = "$(json $key "$s/ids.json")" ]
+        same_number "$value" 0 1e9
+    done
+    nll=$(json nll "$s/text.json")
+    same_number "$(json perplexity "$s/text.json")" "$(awk "BEGIN { print exp($nll) }")" 0.01
+}
+t perplexity_of_text_equals_that_of_its_ids
+
+perplexity_follows_the_protocol_asked_for() {
+    for _ in 1 2 3 4 5 6 7 8; do
+        printf '%s there was a king who had three sons and a garden. ' "$once"
+    done >"$s/king.txt"
+    succeeds run "$s/dense.bin" --ppl "$s/king.txt" --ppl-window 64 --ppl-stride 32 --dense-prefix 8 \
+        --ppl-tokens 100
+    grep -q '3 windows of 64, stride 32, prefix 8 .* 91 tokens scored' "$s/err"
+    refuses 2 'window of 600\|context of 600' run "$s/dense.bin" --ppl "$s/king.txt" --ppl-window 600 -q
+    refuses 2 'stride of 65' run "$s/dense.bin" --ppl "$s/king.txt" --ppl-window 64 --ppl-stride 65 -q
+    refuses 2 'prefix of 64' run "$s/dense.bin" --ppl "$s/king.txt" --ppl-window 64 --dense-prefix 64 -q
+    : >"$s/empty.txt"
+    refuses 2 'too few' run "$s/dense.bin" --ppl "$s/empty.txt" -q
+}
+t perplexity_follows_the_protocol_asked_for
+
+# ---- run: figures -----------------------------------------------------------------------------------------
+
+keys='backend bytes_per_token ceiling_gb_s decode_tok_s decode_tokens device dp_asked dp_reached gb_s
+joules_per_token nll nll_stderr perplexity prefill_tok_s prefill_tokens seed sp stop_reason tpot_median_ms
+tpot_ms tpot_p99_ms ttft_ms'
+
+# has_keys FILE NULLS: one line of JSON with every key, null exactly where listed.
+has_keys() {
+    [ "$(wc -l <"$1")" -eq 1 ]
+    grep -oE '"[a-z_0-9]+":' "$1" | tr -d '":' | sort >"$s/keys"
+    printf '%s\n' $keys | cmp - "$s/keys"
+    grep -oE '"[a-z_0-9]+":null' "$1" | sed 's/"//g; s/:null//' | sort >"$s/nulls"
+    printf '%s\n' $2 | sort | cmp - "$s/nulls"
+}
+
+json_has_every_key_and_null_where_there_is_no_figure() {
+    run "$s/half.bin" -p "$once" -n 8 --seed 18446744073709551615 -q -b cpu --json "$s/figures" >"$s/out"
+    has_keys "$s/figures" 'ceiling_gb_s joules_per_token nll nll_stderr perplexity'
+    [ "$(json seed "$s/figures")" = 18446744073709551615 ]
+    [ "$(json backend "$s/figures")" = '"cpu"' ]
+    same_number "$(json sp "$s/figures")" 0.5 1e-4
+    [ "$(json dp_asked "$s/figures")" = 0 ]
+    run "$s/dense.bin" -p "$once" -n 1 -q --json "$s/figures" >"$s/out"
+    has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s dp_reached gb_s joules_per_token nll
+        nll_stderr perplexity tpot_median_ms tpot_ms tpot_p99_ms'
+    run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/figures"
+    has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s decode_tokens dp_reached gb_s
+        joules_per_token prefill_tok_s prefill_tokens seed stop_reason tpot_median_ms tpot_ms tpot_p99_ms
+        ttft_ms'
+}
+t json_has_every_key_and_null_where_there_is_no_figure
+
+json_dash_is_alone_on_stderr() {
+    succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 -v --json -
+    cmp "$s/out" "$s/once.out"
+    has_keys "$s/err" 'ceiling_gb_s dp_reached joules_per_token nll nll_stderr perplexity'
+    succeeds run "$s/dense.bin" -p "$once" -p "$once" -n 2 --json -
+    [ "$(grep -c '^{.*}$' "$s/err")" -eq 2 ]
+    [ "$(wc -l <"$s/err")" -eq 2 ]
+}
+t json_dash_is_alone_on_stderr
+
+# ---- run: machine -----------------------------------------------------------------------------------------
+
+every_instruction_set_gives_the_text_or_says_why_not() {
+    for isa in portable avx2 avx512 avx512vbmi2; do
+        got=0
+        env SPDP_ISA=$isa run "$s/dense.bin" -p "$once" -n 16 -t 0 -b cpu >"$s/out" 2>"$s/err" || got=$?
+        if [ $got -eq 0 ]; then
+            grep -q "^device .*$isa\$" "$s/err"
+            grep -q "^${next_text%% sky*}" "$s/out"
+        else
+            [ $got -eq 2 ] && [ $isa != portable ] && [ "$(wc -l <"$s/err")" -eq 1 ]
+            grep -q "$isa" "$s/err"
+        fi
+    done
+    refuses 2 'mmx.*portable' env SPDP_ISA=mmx run "$s/dense.bin" -p "$once" -b cpu
+}
+t every_instruction_set_gives_the_text_or_says_why_not
+
+# Where there is no CUDA, asking for it says so; auto does without.
+every_backend_gives_the_text_or_says_why_not() {
+    for backend in auto cpu cuda; do
+        got=0
+        run "$s/dense.bin" -p "$once" -n 24 -t 0 -q -b $backend --device 0 --dp 0 >"$s/out" 2>"$s/err" ||
+            got=$?
+        if [ $got -eq 0 ]; then
+            grep -q "^$next_text" "$s/out"
+        else
+            [ $backend = cuda ] && [ ! -s "$s/out" ] && [ "$(wc -l <"$s/err")" -eq 1 ]
+            grep -q CUDA "$s/err"
+        fi
+    done
+}
+t every_backend_gives_the_text_or_says_why_not
+
+row_35_a_long_context_is_not_allocated_unasked() {
+    convert --synthetic 256:256:4:4:4:300:262144 "$s/long.bin" --sp 0.5 -q
+    succeeds run "$s/long.bin" --tokens -f "$s/two.tok" -n 1 -v
+    grep -q '^memory .*KV 16.8 MB' "$s/err"  # 4096 positions of 4 x 4 layers x 256
+    ! sanitized || skip_test 'a sanitizer needs the address space that is limited here'
+    refuses 1 'KV cache of 262144 positions.*-c [0-9]* would fit' sh -c 'ulimit -v 800000 && exec "$@"' sh \
+        run "$s/long.bin" --tokens -f "$s/two.tok" -n 1 -q -b cpu -j 1 -c 262144
+}
+t row_35_a_long_context_is_not_allocated_unasked
+
+# ---- run: refusals ----------------------------------------------------------------------------------------
+
+run_refuses_wrong_arguments() {
+    refuses_each 2 run "$s/dense.bin" -p "$once" <<'END'
+-n abc|-n abc
+-n -2|-n -2
+-n 1.5|-n 1.5
+-n 99999999999|-n 99999999999
+-n needs a value|-n
+-t -1|-t -1
+-t nan|-t nan
+-t inf|-t inf
+-t warm|-t warm
+--top-p 0|--top-p 0
+--top-p 1.5|--top-p 1.5
+--top-k -1|--top-k -1
+--seed -1|--seed -1
+--seed 1e3|--seed 1e3
+--seed|--seed 18446744073709551616
+513.*512|-c 513
+-c 0|-c 0
+-j 0|-j 0
+-b gpu|-b gpu
+--device|--device -1
+--device|--device first
+--dp 0.3|--dp 0.3
+--dp attn=0.3|--dp attn=0.3
+--dp 2|--dp 2
+--stop needs a value|--stop
+exclude|-f x
+exclude|--ppl x
+--ppl-window 0|--ppl-window 0
+--ppl-stride 0|--ppl-stride 0
+--dense-prefix -1|--dense-prefix -1
+--ppl-tokens -1|--ppl-tokens -1
+--frobnicate|--frobnicate
+-Z|-Z
+more than one MODEL|other.bin
+END
+    refuses 2 '^run: -n :' run "$s/dense.bin" -n ''
+    refuses 2 '--stop' run "$s/dense.bin" --stop ''
+    refuses 2 'MODEL is missing' run
+    refuses 2 'MODEL is missing' run -p "$once"
+}
+t run_refuses_wrong_arguments
+
+run_refuses_what_is_no_model_file() {
+    head -c "$(($(wc -c <"$s/dense.bin") / 2))" "$s/dense.bin" >"$s/cut.bin"
+    { cat "$s/dense.bin" && echo x; } >"$s/longer.bin"
+    : >"$s/empty.bin"
+    for file in "$s/cut.bin" "$s/longer.bin" "$s/empty.bin" "$s/once.txt" "$s/none.bin" demo \
+        demo/model.safetensors demo/tokenizer.model demo/config.json; do
+        refuses 1 "$file" run "$file" -p "$once" -q
+        refuses 1 "$file" convert --info "$file"
+    done
+    [ ! -r "$stories/stories260K.bin" ] || refuses 1 stories260K run "$stories/stories260K.bin" -p "$once"
+}
+t run_refuses_what_is_no_model_file
+
+run_refuses_files_that_cannot_be_used() {
+    refuses 1 "$s/none.txt: No such file" run "$s/dense.bin" -f "$s/none.txt" -q
+    refuses 1 "$s/none.txt: No such file" run "$s/dense.bin" --ppl "$s/none.txt" -q
+    refuses 1 "$s: " run "$s/dense.bin" -f "$s" -q
+    refuses 1 "$s/none/figures" run "$s/dense.bin" -p "$once" -q --json "$s/none/figures"
+}
+t run_refuses_files_that_cannot_be_used
+
+verify_finds_a_damaged_value() {
+    succeeds run "$s/half.bin" -p "$once" -n 1 --verify
+    grep -q 'checksums verified' "$s/err"
+    cp "$s/half.bin" "$s/damaged.bin"
+    patch "$s/damaged.bin" 5000 '\125\252'
+    differ "$s/half.bin" "$s/damaged.bin"
+    refuses 1 'damaged.bin.*embedding' run "$s/damaged.bin" -p "$once" --verify -q
+}
+t verify_finds_a_damaged_value
+
+# ---- convert: sources -------------------------------------------------------------------------------------
+
+stories260k_is_told_byte_for_byte() {
+    [ -r "$stories/stories260K.bin" ] || skip_test "$stories absent"
+    printf '%s' "Once upon a time, there was a little girl named Lily. She loved to play outside in the " \
+        "park. One day, she saw a big, red ball. She wanted to play with it, but it was too high.
+Lily's mom said, \"Lily, let's go to the park.\" Lily was sad and didn't know what to do. She said, " \
+        "\"I want to play with your ball, but I can't find it.\"
+Lily was sad and didn't know what to do. She said, \"I'm sorry, Lily. I didn't know what to do.\"
+Lily didn't want to help her mom, so she" >"$s/published"
+    for storage in '--format dense' '--prune all --format tiled-cbc'; do
+        convert "$stories/stories260K.bin" "$s/stories.bin" --tokenizer "$stories/tok512.model" --sp 0 \
+            $storage -q --force
+        greedy story "$s/stories.bin" -p '' -n 200
+        cmp "$s/story" "$s/published"
+    done
+    refuses 1 '--tokenizer' convert "$stories/stories260K.bin" "$s/new.bin" -q
+    refuses 1 tok512.bin convert "$stories/stories260K.bin" "$s/new.bin" --tokenizer "$stories/tok512.bin" -q
+    refuses 1 pieces convert "$stories/stories260K.bin" "$s/new.bin" --tokenizer demo/tokenizer.model -q
+    absent new.bin
+}
+t stories260k_is_told_byte_for_byte
+
+convert_refuses_incomplete_sources() {
+    refuses 1 none convert "$s/none" "$s/new.bin" -q
+    refuses 1 once.txt convert "$s/once.txt" "$s/new.bin" -q
+    refuses 1 dense.bin convert "$s/dense.bin" "$s/new.bin" -q
+
+    copy_demo "$s/new"
+    rm "$s/new/tokenizer.model"
+    refuses 1 'tokenizer.model.*--tokenizer' convert "$s/new" "$s/new.bin" -q
+    succeeds convert "$s/new" "$s/with.bin" --tokenizer demo/tokenizer.model -q
+    rm "$s/new/model.safetensors"
+    refuses 1 safetensors convert "$s/new" "$s/new.bin" --no-tokenizer -q
+    head -c 9000000 demo/model.safetensors >"$s/new/model.safetensors"
+    refuses 1 model.safetensors convert "$s/new" "$s/new.bin" --no-tokenizer -q
+    rm "$s/new/config.json"
+    refuses 1 config.json convert "$s/new" "$s/new.bin" --no-tokenizer -q
+    absent new.bin
+}
+t convert_refuses_incomplete_sources
+
+convert_names_a_missing_shard() {
+    copy_demo "$s/new"
+    mv "$s/new/model.safetensors" "$s/new/model-00001-of-00002.safetensors"
+    cat >"$s/new/model.safetensors.index.json" <<'END'
+{"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors",
+ "lm_head.weight": "model-00002-of-00002.safetensors"}}
+END
+    refuses 1 'model-00002-of-00002.safetensors' convert "$s/new" "$s/new.bin" -q
+    absent new.bin
+}
+t convert_names_a_missing_shard
+
+# ---- convert: output --------------------------------------------------------------------------------------
+
+convert_replaces_a_file_only_when_forced() {
+    echo precious >"$s/kept.bin"
+    refuses 1 'kept.bin.*--force' convert demo "$s/kept.bin" -q
+    [ "$(cat "$s/kept.bin")" = precious ]
+    succeeds convert demo "$s/kept.bin" -q --force
+    succeeds run "$s/kept.bin" -p "$once" -n 1 -q --verify
+    refuses 1 "$s/none/x.bin" convert demo "$s/none/x.bin" -q
+    refuses 1 'directory' convert demo "$s" -q --force
+}
+t convert_replaces_a_file_only_when_forced
+
+row_15_a_full_disk_leaves_no_file() {
+    refuses 1 full.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/full.bin" -q
+    absent full.bin
+}
+t row_15_a_full_disk_leaves_no_file
+
+row_15_a_full_disk_leaves_the_old_file() {
+    echo precious >"$s/old.bin"
+    refuses 1 old.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/old.bin" --force -q
+    [ "$(cat "$s/old.bin")" = precious ]
+    [ "$(find "$s" -name 'old.bin*' | wc -l)" -eq 1 ]
+}
+t row_15_a_full_disk_leaves_the_old_file
+
+# ---- convert: pruning and storage -------------------------------------------------------------------------
+
+# part NAME MATRIX: per cent of zeros that --info ($s/out) prints for a source matrix.
+part() { sed -n "s/^$2 .* $1 \\([0-9.]*\\) %.*/\\1/p" "$s/out"; }
+
+# has_sparsity Q K V O GATE UP DOWN in layer 3
+has_sparsity() {
+    for where in q/qkv k/qkv v/qkv o/o gate/gate_up up/gate_up down/down; do
+        same_number "$(part ${where%/*} layers.3.${where#*/})" "$1" 0.01
+        shift
+    done
+}
+
+info_after() {
+    convert demo "$s/sp.bin" --force -q "$@"
+    succeeds convert --info "$s/sp.bin"
+    [ ! -s "$s/err" ]
+}
+
+sp_prunes_what_it_names() {
+    info_after --sp 0.5
+    has_sparsity 0 0 0 0 50 50 50
+    info_after
+    has_sparsity 0 0 0 0 30 30 30
+    info_after --sp 0.7 --prune all
+    has_sparsity 70 70 70 70 70 70 70
+    info_after --sp mlp=0.2,attn=0.6
+    has_sparsity 60 60 60 60 20 20 20
+    info_after --sp mlp=0.4
+    has_sparsity 0 0 0 0 40 40 40
+    info_after --sp attn=0.4
+    has_sparsity 40 40 40 40 30 30 30
+    info_after --sp 1 --prune mlp
+    has_sparsity 0 0 0 0 100 100 100
+    grep -q '^method .*"magnitude"' "$s/out"
+    info_after --sp 0.5 --per-row --method magnitude -j 1
+    has_sparsity 0 0 0 0 50 50 50
+    grep -q '^method .*per row' "$s/out"
+}
+t sp_prunes_what_it_names
+
+info_shows_config_sparsity_ratio_and_provenance() {
+    convert demo "$s/all.bin" --sp 0.5 --prune all -q
+    succeeds convert --info "$s/all.bin"
+    grep -q 'dim 256, hidden 768, 8 layers, 8 heads (4 kv) of 32' "$s/out"
+    grep -q '4096 tokens, context 512, BOS 1, EOS 2, tokenizer inside' "$s/out"
+    grep -q 'norm eps 1e-05, RoPE theta 10000, separate head' "$s/out"
+    grep -q '^source .*demo' "$s/out"
+    grep -q '^sp_asked_mlp *0.5' "$s/out"
+    grep -q '^sp_reached *0.5' "$s/out"
+    [ "$(grep -c '^layers\..*tiled-cbc .*CR 1\.[67].*(formula 1\.7' "$s/out")" -eq 32 ]
+    grep -q '^embedding .*dense .*CR 1\.000' "$s/out"
+    grep -q '^head .*dense .*CR 1\.000' "$s/out"
+}
+t info_shows_config_sparsity_ratio_and_provenance
+
+formats() {
+    for format in auto dense tiled-cbc; do
+        info_after --sp 0.5 --format $format
+        case $format in
+        dense) [ "$(grep -c ' tiled-cbc ' "$s/out")" -eq 0 ] ;;
+        *) [ "$(grep -c ' tiled-cbc ' "$s/out")" -eq 16 ] ;;
+        esac
+        greedy "text.$format" "$s/sp.bin" -p "$once" -n 24
+        cmp "$s/text.auto" "$s/text.$format"
+    done
+}
+t formats
+
+# 2 (1 - s) bytes of values and 1/8 byte of bitmap a weight, then offsets and the padding of columns, which
+# are 0.05 at most.
+row_27_bytes_a_weight_follow_the_sparsity() {
+    shape=256:1024:1:4:4:300:64
+    for case in '0.3 1.525' '0.5 1.125' '0.7 0.725' '0.9 0.325' '0 2.125'; do
+        ratio=${case% *} expected=${case#* }
+        convert --synthetic $shape "$s/size.bin" --sp "$ratio" --prune all --format tiled-cbc -q --force
+        convert --info "$s/size.bin" >"$s/out"
+        sed -n 's/.*tiled-cbc .*CR \([0-9.]*\) .*/\1/p' "$s/out" >"$s/ratios"
+        [ "$(wc -l <"$s/ratios")" -eq 4 ]
+        while read -r cr; do
+            awk -v got="$cr" -v low="$expected" 'BEGIN { exit !(2 / got >= low && 2 / got <= low + 0.05) }'
+        done <"$s/ratios"
+    done
+    convert --synthetic $shape "$s/size.bin" --sp 0.05 --force 2>"$s/err"
+    grep -q ' 0 matrices as Tiled-CBC' "$s/err"  # dense is smaller
+    convert --synthetic $shape "$s/size.bin" --sp 0.1 --force 2>"$s/err"
+    grep -q ' 2 matrices as Tiled-CBC' "$s/err"
+}
+t row_27_bytes_a_weight_follow_the_sparsity
+
+synthetic_weights_depend_on_the_seed_alone() {
+    shape=40:60:2:4:2:100:48
+    convert --synthetic $shape "$s/a.bin" --sp 0.4 --seed 5 -q
+    convert --synthetic $shape "$s/b.bin" --sp 0.4 --seed 5 -q -j 1
+    convert --synthetic $shape "$s/c.bin" --sp 0.4 --seed 6 -q
+    cmp "$s/a.bin" "$s/b.bin"
+    differ "$s/a.bin" "$s/c.bin"
+    succeeds convert --info "$s/a.bin"
+    grep -q 'dim 40, hidden 60, 2 layers, 4 heads (2 kv) of 10' "$s/out"
+    grep -q 'no tokenizer' "$s/out"
+    succeeds run "$s/a.bin" --tokens -f "$s/two.tok" -n 5 --ignore-eos -q
+    [ "$(wc -w <"$s/out")" -eq 5 ]
+}
+t synthetic_weights_depend_on_the_seed_alone
+
+convert_refuses_wrong_shapes() {
+    for shape in '' 40 llama2-8b 40:60:2:4:2:100 40:60:2:4:2:100:48:1 40:60:2:4:2:100:x \
+        ' 40:60:2:4:2:100:48' 0:60:2:4:2:100:48 41:60:2:4:2:100:48 40:60:2:4:3:100:48 \
+        40:60:2:8:2:100:48 40:60:-2:4:2:100:48 \
+        40:60:2:0:0:100:48 99999999999:60:2:4:2:100:48 2147483647:60:2:1:1:100:48; do
+        got=0
+        convert --synthetic "$shape" "$s/new.bin" -q >"$s/out" 2>"$s/err" || got=$?
+        [ "$got" -eq 1 ] || [ "$got" -eq 2 ]
+        [ ! -s "$s/out" ] && [ "$(wc -l <"$s/err")" -eq 1 ]
+    done
+    absent new.bin
+}
+t convert_refuses_wrong_shapes
+
+# Random weights have no use for a tokenizer; one that is named is read or refused, not ignored.
+convert_ignores_no_tokenizer() {
+    got=0
+    convert --synthetic 40:60:2:4:2:100:48 "$s/new.bin" --tokenizer "$s/none" -q 2>"$s/err" || got=$?
+    [ $got -eq 1 ] || [ $got -eq 2 ]
+    [ "$(wc -l <"$s/err")" -eq 1 ]
+    grep -q tokenizer "$s/err"
+    absent new.bin
+}
+t convert_ignores_no_tokenizer
+
+convert_refuses_wrong_arguments() {
+    refuses_each 2 convert demo "$s/new.bin" <<'END'
+--method wanda|--method wanda
+--method sparsegpt|--method sparsegpt
+--method best|--method best
+--calib: |--calib x.txt
+--calib-dp: |--calib-dp x.txt
+--calib-tokens: |--calib-tokens 5
+--calib-len: |--calib-len 5
+--dp: |--dp 0.3
+--sp 1.1|--sp 1.1
+--sp -0.1|--sp -0.1
+--sp nan|--sp nan
+--sp half|--sp half
+--sp mlp=0.5,mlp=0.5|--sp mlp=0.5,mlp=0.5
+--sp mlp|--sp mlp
+--sp head=0.5|--sp head=0.5
+--sp mlp=0.5,|--sp mlp=0.5,
+--sp .*attn|--sp attn=0.5 --prune mlp
+--sp .*attn|--prune mlp --sp attn=0.5
+--prune none|--prune none
+--format csr|--format csr
+format needs a value|--format
+-j 0|-j 0
+--seed -1|--seed -1
+exclude|--tokenizer x --no-tokenizer
+too many|third
+--frobnicate|--frobnicate
+END
+    refuses 2 '--sp' convert demo "$s/new.bin" --sp ''
+    refuses 2 'SOURCE and OUT' convert
+    refuses 2 'OUT is missing' convert demo
+    refuses 2 '--info' convert --info
+    refuses 2 'missing' convert --synthetic 40:60:2:4:2:100:48
+    absent new.bin
+}
+t convert_refuses_wrong_arguments
+
+exit $failed
