@@ -6,6 +6,8 @@
 
 MAKEFLAGS += --no-builtin-rules
 
+comma := ,
+
 BUILD ?= build
 BIN ?= .
 CUDA ?= auto
@@ -18,7 +20,7 @@ SANITIZE ?=
 WARN = -Wall -Wextra -Wshadow -Wvla -Werror
 CFLAGS = -std=c11 -D_GNU_SOURCE $(OPT) -g -fopenmp $(SANITIZE) $(WARN) -Wstrict-prototypes -Wmissing-prototypes
 CXXFLAGS = -std=c++17 $(OPT) -g $(SANITIZE) $(WARN)
-LDFLAGS = -fopenmp $(SANITIZE)
+LDFLAGS = -fopenmp $(SANITIZE) $(if $(RPATH),-Wl$(comma)-rpath$(comma)'$$ORIGIN/lib:$$ORIGIN/../lib')
 LDLIBS = -lsentencepiece -lcjson -lxxhash -lstdc++ -lm $(CUDA_LIBS)
 
 # ---- what is here -----------------------------------------------------------------------------------
@@ -56,7 +58,6 @@ CUDA_SOURCES = $(wildcard kernels/*.cu)
 ARCH ?= 80 86 89 90a
 GENCODE = $(if $(findstring compute_,$(ARCH)),-gencode arch=$(ARCH)$(comma)code=$(ARCH),$(foreach a,$(ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
 	$(if $(filter 80,$(ARCH)),-gencode arch=compute_80$(comma)code=compute_80))
-comma := ,
 NVCCFLAGS = -std=c++17 -O3 -lineinfo $(GENCODE) -Xptxas=--warn-on-spills $(CUDA_DEFINES) -Xcompiler -Wall,-Wextra,-fopenmp
 CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcudart_static -lpthread -ldl -lrt
 endif
@@ -91,6 +92,8 @@ help:
 	@echo "make test-debug   the tests with that build"
 	@echo "make fuzz         build the fuzz targets and replay their corpora (clang)"
 	@echo "make bench        CPU figures: encoder, decode"
+	@echo "make test-gpu     tests on a GPU; test-gpu-sanitize, gpu-bundle, bench-kernels: see tests/gpu/gpu.mk"
+	@echo "make test-golden  the whole perplexity check against reference figures (minutes)"
 	@echo "make format       clang-format"
 	@echo "make clean"
 
@@ -178,6 +181,7 @@ bench: $(BUILD)/tests/bench/bench_cpu
 	$<
 
 include tests/fuzz/fuzz.mk
+include tests/gpu/gpu.mk
 
 format:
 	clang-format -i $(wildcard *.c kernels/*.[ch] model/*.[ch] export/*.[ch] tokenizer/*.[ch] tokenizer/*.cc tests/*.[ch])

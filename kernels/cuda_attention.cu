@@ -438,22 +438,22 @@ __device__ __forceinline__ void copy_chunk(unsigned shared, const fp16 *chunk, i
     }
 }
 
-/* Start the copies of a tile of positions of keys and of values; zeros from end on. Not unrolled: addresses held
- * for later would cost the registers that the sums need. */
+/* Start the copies of a tile of positions of keys and of values, in caches of this kv head that begin at start;
+ * zeros from end on. Not unrolled: addresses held for later would cost the registers that the sums need. */
 template <int PAD>
-__device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, const fp16 *k_rows, const fp16 *v_rows,
-                                           int first, int end, int head_dim) {
+__device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, const Attention &a, size_t start,
+                                           int first, int end) {
     using Shape = PrefillShape<PAD>;
     constexpr int STEP = PREFILL_THREADS / Shape::CHUNKS;  // rows that the block copies at once
     static_assert(Shape::KEYS % STEP == 0, "no thread has a chunk more than another");
-    const int chunk = (int)threadIdx.x % Shape::CHUNKS, dim = chunk * CHUNK;
+    const int chunk = (int)threadIdx.x % Shape::CHUNKS, width = a.head_dim - chunk * CHUNK;
 #pragma unroll 1
     for (int row = (int)threadIdx.x / Shape::CHUNKS; row < Shape::KEYS; row += STEP) {
         const unsigned to = chunk_offset<PAD>(row, chunk);
-        const size_t from = (size_t)(first + row) * (size_t)head_dim + dim;
-        const bool present = first + row < end, aligned = head_dim % CHUNK == 0;
-        copy_chunk(k_tile + to, k_rows + from, head_dim - dim, present, aligned);
-        copy_chunk(v_tile + to, v_rows + from, head_dim - dim, present, aligned);
+        const size_t from = start + (size_t)(first + row) * (size_t)a.head_dim + chunk * CHUNK;
+        const bool present = first + row < end, aligned = a.head_dim % CHUNK == 0;
+        copy_chunk(k_tile + to, a.k_cache + from, width, present, aligned);
+        copy_chunk(v_tile + to, a.v_cache + from, width, present, aligned);
     }
 }
 
@@ -494,9 +494,8 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_head = (int)blockIdx.x, n_rows = a.n * a.group, pos = *a.pos;
     const int first_row = (int)(gridDim.y - 1 - blockIdx.y) * Shape::ROWS;
-    const int last_row = min(first_row + Shape::ROWS, n_rows) - 1;
-    const int kv_end = pos + last_row / a.group + 1;  // positions that the block sees
-    const fp16 *k_rows = a.k_cache + cache_start(a, kv_head), *v_rows = a.v_cache + cache_start(a, kv_head);
+    const int kv_end = pos + min(first_row + Shape::ROWS - 1, n_rows - 1) / a.group + 1;  // that the block sees
+    const size_t start = cache_start(a, kv_head);
     const unsigned q_tile = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned k_tiles = q_tile + Shape::K_START, v_tiles = q_tile + Shape::V_START;
 
@@ -506,10 +505,10 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
         copy_chunk(q_tile + chunk_offset<PAD>(row, chunk), a.q + head_start(a, token, head) + dim,
                    a.head_dim - dim, first_row + row < n_rows, a.head_dim % CHUNK == 0);
     }
-    copy_tiles<PAD>(k_tiles, v_tiles, k_rows, v_rows, 0, kv_end, a.head_dim);
+    copy_tiles<PAD>(k_tiles, v_tiles, a, start, 0, kv_end);
     copy_async_commit();
 
-    // The softmax of the lane's two rows of each row tile, and four values of it per 8 dims.
+    // The softmax of the lane's two rows of each row tile, max in units of log2(e), and two values each per 8 dims.
     const int warp_row = first_row + warp * ROW_TILES * MMA_ROWS;
     float max[ROW_TILES][2], sum[ROW_TILES][2], out[ROW_TILES][PAD / 8][4] = {};
 #pragma unroll
@@ -517,9 +516,9 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
         max[r][0] = max[r][1] = -FLT_MAX;
         sum[r][0] = sum[r][1] = 0;
     }
-    const int visible_to_all = pos + min(warp_row, last_row) / a.group + 1;
-    const int warp_last_row = min(warp_row + ROW_TILES * MMA_ROWS - 1, last_row);
-    const int visible_to_any = warp_row <= last_row ? pos + warp_last_row / a.group + 1 : 0;
+    const int warp_last_row = min(warp_row + ROW_TILES * MMA_ROWS, n_rows) - 1;
+    const int visible_to_all = pos + warp_row / a.group + 1;
+    const int visible_to_any = warp_row < n_rows ? pos + warp_last_row / a.group + 1 : 0;
 
     // What the lane addresses in ldmatrix. Q and V: matrices 0 and 1 are rows 0 and 8 on, 2 and 3 the next chunk; K:
     // matrices 0 and 1 are two chunks of the same 8 keys, 2 and 3 of the next. Further chunks: see chunk_offset.
@@ -533,7 +532,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
         __syncthreads();  // this tile has arrived; the one before has been used
         if (first + KEYS < kv_end) {
             const unsigned next = (unsigned)((stage ^ 1) * Shape::TILE_BYTES);
-            copy_tiles<PAD>(k_tiles + next, v_tiles + next, k_rows, v_rows, first + KEYS, kv_end, a.head_dim);
+            copy_tiles<PAD>(k_tiles + next, v_tiles + next, a, start, first + KEYS, kv_end);
             copy_async_commit();
         }
         if (first >= visible_to_any) {
@@ -577,7 +576,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
             for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int row = min(warp_row + r * MMA_ROWS + i / 2 * 8 + lane / 4, last_row);
+                    const int row = warp_row + r * MMA_ROWS + i / 2 * 8 + lane / 4;
                     const int visible = pos + row / a.group + 1;
 #pragma unroll
                     for (int j = 0; j < KEYS / 8; j++) {
@@ -591,22 +590,21 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
 
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++) {
-            float new_max[2] = {max[r][0], max[r][1]};
+            float tile_max[2] = {-INFINITY, -INFINITY}, shrink[2];
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    new_max[i / 2] = fmaxf(new_max[i / 2], score[r][j][i]);
+                    tile_max[i / 2] = fmaxf(tile_max[i / 2], score[r][j][i]);
                 }
             }
-            float shrink[2], exponent[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(~0u, new_max[i], 1));
-                new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(~0u, new_max[i], 2));
-                shrink[i] = exp2_approx((max[r][i] - new_max[i]) * a.log2_scale);
-                exponent[i] = new_max[i] * a.log2_scale;
-                max[r][i] = new_max[i];
+                tile_max[i] = fmaxf(tile_max[i], __shfl_xor_sync(~0u, tile_max[i], 1));
+                tile_max[i] = fmaxf(tile_max[i], __shfl_xor_sync(~0u, tile_max[i], 2));
+                const float new_max = fmaxf(max[r][i], tile_max[i] * a.log2_scale);
+                shrink[i] = exp2_approx(max[r][i] - new_max);
+                max[r][i] = new_max;
                 sum[r][i] *= shrink[i];
             }
             // From here on a score is its weight.
@@ -614,7 +612,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
             for (int j = 0; j < KEYS / 8; j++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    score[r][j][i] = exp2_approx(fmaf(score[r][j][i], a.log2_scale, -exponent[i / 2]));
+                    score[r][j][i] = exp2_approx(fmaf(score[r][j][i], a.log2_scale, -max[r][i / 2]));
                     sum[r][i / 2] += score[r][j][i];
                 }
             }
@@ -663,7 +661,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
 #pragma unroll
             for (int j = 0; j < PAD / 8; j++) {
                 const int dim = j * 8 + lane % 4 * 2;
-                if (row <= last_row && dim < a.head_dim) {
+                if (row < n_rows && dim < a.head_dim) {
                     store_pair(to + dim, out[r][j][2 * i] * factor, out[r][j][2 * i + 1] * factor);
                 }
             }

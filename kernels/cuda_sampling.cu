@@ -28,6 +28,7 @@
 #include "cuda_ops.cuh"
 
 #include <curand_kernel.h>
+#include <float.h>
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
@@ -176,12 +177,13 @@ static __device__ Extremes find_extremes(Shared &s, const Candidates &c) {
     return Extremes{largest, smallest, (int)id};
 }
 
-/* What weights are multiplied with: 2^WEIGHT_BITS over their sum, which needs to be known to a factor of 2 only. */
+/* What weights are multiplied with: 2^WEIGHT_BITS over their sum, rounded to a power of two; so a rough sum does, if
+ * it is not too low. A temperature whose inverse is no float counts as the least that has one: the sum grows. */
 static __device__ double weight_scale(Shared &s, const Candidates &c, float temperature) {
-    const float largest = (float)c.largest;
+    const float largest = (float)c.largest, inverse = 1.0f / fmaxf(temperature, FLT_MIN);
     float sum = 0;
     for_each_logit<2>(c, 0, c.n - 1, [&](int, float logit, bool valid) {
-        sum += valid ? __expf((logit - largest) / temperature) : 0.0f;
+        sum += valid ? __expf((logit - largest) * inverse) : 0.0f;
     });
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) {
@@ -295,7 +297,7 @@ static __device__ uint64_t select(Shared &s, const Candidates &c, uint64_t least
             add_to_bin(s, in ? (unsigned)((most - own.rank) >> shift) : 0, in ? own.amount : 0);
         } else {
             for_each_candidate([&](uint64_t rank, uint64_t amount) {
-                add_to_bin(s, (unsigned)((most - rank) >> shift) % BINS, amount);
+                add_to_bin(s, (unsigned)((most - rank) >> shift), amount);
             });
         }
         __syncthreads();

@@ -53,18 +53,18 @@ constexpr int UNIT = COLUMN_ALIGN;           // values in 16 bytes
 constexpr int RUN_UNITS = CHUNK_K * TILE_M / UNIT;  // of a chunk without zeros
 constexpr int LANE_ROWS = 4;                 // a lane's part of a chunk
 constexpr int LANE_COLS = 8;
-constexpr int PAIRS = LANE_COLS / 2;         // columns that share a register
 constexpr int STEPS = CHUNK_K / 16;          // mma steps along K of a chunk
+constexpr int STEP_COLS = LANE_COLS / STEPS;
+constexpr int STEP_PAIRS = STEP_COLS / 2;    // two columns share a register
 constexpr int M_TILES = WORD_ROWS / 16;      // mma tiles along the rows of a warp
 constexpr int N_TILE = 8;                    // tokens of an mma
 constexpr int X_UNITS = CHUNK_K / UNIT;      // 16-byte units of one token's chunk
-constexpr size_t MAX_COLS = (UINT32_MAX >> 4) / WORDS;  // words of a tile row are counted in 32 bits, with room
 constexpr int INDEX_PITCH = CHUNK_K + 4;     // 8 words x 4 columns of a warp's stores fall into 32 banks
 
 static_assert(THREADS == CHUNK_K * WORDS, "one thread indexes one word of one column");
 static_assert(LANES * LANE_ROWS * LANE_COLS == WORD_ROWS * CHUNK_K, "a warp decodes its word of a chunk");
 static_assert(LANE_COLS == UNIT && X_UNITS == 4, "a lane's columns of one token are one 16-byte unit");
-static_assert(PAIRS == 2 * STEPS && LANE_ROWS == 2 * M_TILES, "an A fragment is 2 pairs of columns x 2 rows");
+static_assert(STEP_PAIRS == 2 && LANE_ROWS == 2 * M_TILES, "an A fragment is 2 pairs of columns x 2 rows");
 static_assert(UNIT * sizeof(fp16) == sizeof(uint4), "units are moved as uint4");
 
 /* Where the decoder finds a chunk's values. */
@@ -82,40 +82,33 @@ extern __shared__ uint4 shared_memory[];
 
 /* ---- the walk along a tile row ---------------------------------------------------------------------------------- */
 
-/* The arrays of one tile row, up to the end of the block's slice. */
-struct TileRow {
-    const uint32_t *tile_offset, *col_info, *bitmap;
-    const uint4 *values;  // of the whole matrix
-    uint32_t gtiles;      // beyond these there are no values and no bits
-
-    __device__ TileRow(const TiledCbc &w, size_t row, uint32_t end) {
-        const size_t per_row = (w.cols + TILE_K - 1) / TILE_K, first_col = row * per_row * TILE_K;
-        tile_offset = w.tile_offset + row * per_row;
-        col_info = w.col_info + first_col;
-        bitmap = reinterpret_cast<const uint32_t *>(w.bitmap + first_col * BITMAP_WORDS);
-        values = reinterpret_cast<const uint4 *>(w.values);
-        gtiles = min((uint32_t)per_row, end * CHUNK_GTILES);
-    }
-};
-
-/* A block's way through a slice. Registers hold what was loaded ahead of its use. */
+/* A block's way through a slice. GTiles are counted from the matrix's first: the format's limit (tiled_cbc_layout)
+ * lets all indices of metadata fit in 32 bits. Registers hold what was loaded ahead of its use. */
 struct Walk {
-    const TileRow row;
+    const TiledCbc &w;
     Staging &shared;
+    uint32_t gtile, end;                                  // the slice; beyond end there are no values and no bits
     uint32_t run_first, run_end;                          // units of the chunk to be copied next
     uint32_t word, col_info, gtile_offset, chunk_offset;  // of the chunk to be indexed next
 
-    __device__ Walk(const TileRow &tile_row, Staging &staging) : row(tile_row), shared(staging) {}
+    __device__ Walk(const TiledCbc &matrix, Staging &staging, size_t tile_row, uint32_t first_chunk,
+                    uint32_t end_chunk)
+        : w(matrix), shared(staging) {
+        const uint32_t per_row = (uint32_t)((w.cols + TILE_K - 1) / TILE_K), first = (uint32_t)tile_row * per_row;
+        gtile = first + first_chunk * CHUNK_GTILES;
+        end = first + min(per_row, end_chunk * CHUNK_GTILES);
+    }
 
-    __device__ void load_run(uint32_t chunk) {
-        run_first = row.tile_offset[min(chunk * CHUNK_GTILES, row.gtiles)];
-        run_end = row.tile_offset[min((chunk + 1) * CHUNK_GTILES, row.gtiles)];
+    __device__ void load_run(uint32_t i) {
+        const uint32_t first = gtile + i * CHUNK_GTILES;
+        run_first = w.tile_offset[min(first, end)];
+        run_end = w.tile_offset[min(first + CHUNK_GTILES, end)];
     }
 
     /* One group of cp.async a chunk, an empty one beyond the slice, so that waiting can count groups. */
     __device__ void copy_run(uint32_t i) {
         uint4 *to = shared.values[i % STAGES];
-        const uint4 *from = row.values + run_first;
+        const uint4 *from = reinterpret_cast<const uint4 *>(w.values) + run_first;
         const uint32_t units = run_end - run_first;
 #pragma unroll 1
         for (uint32_t unit = threadIdx.x; unit < units; unit += THREADS) {
@@ -128,14 +121,14 @@ struct Walk {
     __device__ static uint32_t index_col() { return threadIdx.x / WORDS; }
     __device__ static uint32_t index_word() { return threadIdx.x % WORDS; }
 
-    __device__ void load_index(uint32_t chunk) {
-        const uint32_t first = chunk * CHUNK_GTILES, gtile = first + index_col() / TILE_K;
+    __device__ void load_index(uint32_t i) {
+        const uint32_t first = gtile + i * CHUNK_GTILES, own = first + index_col() / TILE_K;
         word = col_info = gtile_offset = chunk_offset = 0;
-        if (gtile < row.gtiles) {
-            word = row.bitmap[chunk * (CHUNK_K * WORDS) + threadIdx.x];
-            col_info = row.col_info[chunk * CHUNK_K + index_col()];
-            gtile_offset = row.tile_offset[gtile];
-            chunk_offset = row.tile_offset[first];
+        if (own < end) {
+            word = reinterpret_cast<const uint32_t *>(w.bitmap)[first * (TILE_K * WORDS) + threadIdx.x];
+            col_info = w.col_info[first * TILE_K + index_col()];
+            gtile_offset = w.tile_offset[own];
+            chunk_offset = w.tile_offset[first];
         }
     }
 
@@ -156,25 +149,25 @@ struct Walk {
     }
 
     /* All that comes before the first advance(). */
-    __device__ void begin(uint32_t chunk) {
+    __device__ void begin() {
         for (uint32_t i = 0; i < STAGES - 1; i++) {
-            load_run(chunk + i);
+            load_run(i);
             copy_run(i);
         }
-        load_run(chunk + STAGES - 1);
-        load_index(chunk);
+        load_run(STAGES - 1);
+        load_index(0);
         store_index(0);
-        load_index(chunk + 1);
+        load_index(1);
     }
 
-    /* Make chunk ready to be decoded, the i-th of the walk; prepare those behind it. */
-    __device__ void advance(uint32_t chunk, uint32_t i) {
+    /* Make chunk i ready to be decoded; prepare those behind it. */
+    __device__ void advance(uint32_t i) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
         copy_run(i + STAGES - 1);
-        load_run(chunk + STAGES);
+        load_run(i + STAGES);
         store_index(i + 1);
-        load_index(chunk + 2);
+        load_index(i + 2);
     }
 };
 
@@ -199,23 +192,20 @@ __device__ __forceinline__ void decode_nibble(uint32_t rows[LANE_ROWS], uint32_t
     }
 }
 
-/* The lane's part of a chunk: pairs[p][r] = row r of columns 2p (low half) and 2p + 1. */
-__device__ __forceinline__ void decode(uint32_t pairs[PAIRS][LANE_ROWS], const Index &index) {
-    const int warp = threadIdx.x / LANES, col = threadIdx.x % 4 * LANE_COLS;
+/* The lane's part of a step: pairs[p][r] = row r of columns 2p (low half) and 2p + 1 of its four of this step. */
+__device__ __forceinline__ void decode(uint32_t pairs[STEP_PAIRS][LANE_ROWS], const Index &index, int step) {
+    const int warp = threadIdx.x / LANES, col = threadIdx.x % 4 * LANE_COLS + step * STEP_COLS;
+    const uint4 word = *reinterpret_cast<const uint4 *>(&index.word[warp][col]);
+    const uint4 start = *reinterpret_cast<const uint4 *>(&index.start[warp][col]);
+    uint32_t rows[STEP_COLS][LANE_ROWS];
+    decode_nibble(rows[0], word.x, start.x);
+    decode_nibble(rows[1], word.y, start.y);
+    decode_nibble(rows[2], word.z, start.z);
+    decode_nibble(rows[3], word.w, start.w);
 #pragma unroll
-    for (int c = 0; c < LANE_COLS; c += 4) {
-        const uint4 word = *reinterpret_cast<const uint4 *>(&index.word[warp][col + c]);
-        const uint4 start = *reinterpret_cast<const uint4 *>(&index.start[warp][col + c]);
-        uint32_t rows[4][LANE_ROWS];
-        decode_nibble(rows[0], word.x, start.x);
-        decode_nibble(rows[1], word.y, start.y);
-        decode_nibble(rows[2], word.z, start.z);
-        decode_nibble(rows[3], word.w, start.w);
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) {
-            pairs[c / 2][r] = __byte_perm(rows[0][r], rows[1][r], 0x5410);
-            pairs[c / 2 + 1][r] = __byte_perm(rows[2][r], rows[3][r], 0x5410);
-        }
+    for (int r = 0; r < LANE_ROWS; r++) {
+        pairs[0][r] = __byte_perm(rows[0][r], rows[1][r], 0x5410);
+        pairs[1][r] = __byte_perm(rows[2][r], rows[3][r], 0x5410);
     }
 }
 
@@ -228,20 +218,22 @@ struct Input {
     const float *threshold;  // or NULL
 };
 
+/* A chunk of x in shared memory: each lane's four columns of a step, for every token. */
+template <int TOKENS> using InputChunk = uint2[STEPS][TOKENS * X_UNITS];
+
 /* The chunks of x for TOKENS tokens, by way of registers: thread = one or two units of 8 columns of a token. */
 template <int TOKENS> struct InputTile {
     static constexpr int UNITS = TOKENS * X_UNITS;
     static constexpr int PER_THREAD = (UNITS + THREADS - 1) / THREADS;
+    const Input &in;
     const fp16 *from[PER_THREAD];  // the unit in chunk 0
     uint32_t cols[PER_THREAD];     // 0: not a token
-    const bool aligned;            // else a token may begin on any 2 bytes, and its last unit is cut
-    const bool cut;
-    const float threshold;
+    float threshold;
     uint4 ahead[PER_THREAD];
     uint32_t exponents;            // of all that was stored; see finite()
 
-    __device__ InputTile(const Input &in, int first_token)
-        : aligned(in.cols % UNIT == 0), cut(in.threshold), threshold(in.threshold ? *in.threshold : 0), exponents(0) {
+    __device__ InputTile(const Input &input, int first_token) : in(input), exponents(0) {
+        threshold = in.threshold ? *in.threshold : 0;
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             const int token = first_token + (threadIdx.x + i * THREADS) / X_UNITS;
@@ -259,12 +251,13 @@ template <int TOKENS> struct InputTile {
         for (int i = 0; i < PER_THREAD; i++) {
             ahead[i] = make_uint4(0, 0, 0, 0);
             if (k + first_col() < cols[i]) {
-                ahead[i] = aligned ? *reinterpret_cast<const uint4 *>(from[i] + k)
-                                   : load_slowly(from[i] + k, cols[i] - k - first_col());
+                ahead[i] = in.cols % UNIT == 0 ? *reinterpret_cast<const uint4 *>(from[i] + k)
+                                               : load_slowly(from[i] + k, cols[i] - k - first_col());
             }
         }
     }
 
+    /* A token may begin on any 2 bytes, and its last unit be cut. */
     __device__ static uint4 load_slowly(const fp16 *values, uint32_t n) {
         uint32_t pair[4];
 #pragma unroll
@@ -274,15 +267,17 @@ template <int TOKENS> struct InputTile {
         return make_uint4(pair[0], pair[1], pair[2], pair[3]);
     }
 
-    /* To shared memory, (TOKENS, CHUNK_K) fp16. */
-    __device__ void store(uint4 *tile) {
+    __device__ void store(InputChunk<TOKENS> &chunk) {
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             if (is_unit(i)) {
-                const uint4 a = ahead[i];
+                uint4 a = ahead[i];
                 exponents |= carry(a.x) | carry(a.y) | carry(a.z) | carry(a.w);
-                tile[threadIdx.x + i * THREADS] =
-                    cut ? make_uint4(drop_small(a.x), drop_small(a.y), drop_small(a.z), drop_small(a.w)) : a;
+                if (in.threshold) {
+                    a = make_uint4(drop_small(a.x), drop_small(a.y), drop_small(a.z), drop_small(a.w));
+                }
+                chunk[0][threadIdx.x + i * THREADS] = make_uint2(a.x, a.y);
+                chunk[1][threadIdx.x + i * THREADS] = make_uint2(a.z, a.w);
             }
         }
     }
@@ -302,7 +297,7 @@ template <int TOKENS> struct InputTile {
 
 template <int TOKENS> struct SpmmShared {
     Staging staging;
-    uint4 x[2][TOKENS * X_UNITS];
+    InputChunk<TOKENS> x[2];
 };
 
 /* sums[m][i] of a thread: token 8 tile + 2t + i % 2, row 4g + 2m + i / 2 of its warp. */
@@ -310,21 +305,21 @@ template <int TOKENS> using Sums = float[TOKENS / N_TILE][M_TILES][4];
 
 /* sums += a b, fp16 x fp16 -> fp32 */
 __device__ __forceinline__ void mma_m16n8k16(float sums[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                             uint32_t b0, uint32_t b1) {
+                                             uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
 
 /* Add up the partial sums of all slices. Returns true in the one block that has to go on, with the total. */
 template <int TOKENS> __device__ bool join_slices(Sums<TOKENS> &sums, float *workspace, unsigned *counters) {
     const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, slices = gridDim.x;
-    constexpr size_t QUADS = TOKENS / N_TILE * M_TILES;  // of a thread; of a block QUADS * THREADS
+    constexpr int QUADS = TOKENS / N_TILE * M_TILES;  // of a thread; of a block QUADS * THREADS
     float4 *partial = reinterpret_cast<float4 *>(workspace) + tile * slices * QUADS * THREADS + threadIdx.x;
     float4 *own = partial + blockIdx.x * QUADS * THREADS;
 #pragma unroll
-    for (int q = 0; q < (int)QUADS; q++) {
+    for (int q = 0; q < QUADS; q++) {
         const float *s = sums[q / M_TILES][q % M_TILES];
         own[q * THREADS] = make_float4(s[0], s[1], s[2], s[3]);
     }
@@ -343,15 +338,25 @@ template <int TOKENS> __device__ bool join_slices(Sums<TOKENS> &sums, float *wor
         return false;
     }
     __threadfence();  // the count before the others' sums
-    for (size_t slice = 0; slice < slices; slice++) {
+    constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // enough loads at once, and registers for them
 #pragma unroll
-        for (int q = 0; q < (int)QUADS; q++) {
-            const float4 p = __ldcg(partial + (slice * QUADS + q) * THREADS);
-            float *s = sums[q / M_TILES][q % M_TILES];
-            s[0] = slice == 0 ? p.x : s[0] + p.x;
-            s[1] = slice == 0 ? p.y : s[1] + p.y;
-            s[2] = slice == 0 ? p.z : s[2] + p.z;
-            s[3] = slice == 0 ? p.w : s[3] + p.w;
+    for (int first = 0; first < QUADS; first += BATCH) {
+        float4 total[BATCH] = {};
+#pragma unroll 1
+        for (size_t slice = 0; slice < slices; slice++) {
+#pragma unroll
+            for (int q = 0; q < BATCH; q++) {
+                const float4 p = __ldcg(partial + (slice * QUADS + first + q) * THREADS);
+                total[q] = make_float4(total[q].x + p.x, total[q].y + p.y, total[q].z + p.z, total[q].w + p.w);
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < BATCH; q++) {
+            float *s = sums[(first + q) / M_TILES][(first + q) % M_TILES];
+            s[0] = total[q].x;
+            s[1] = total[q].y;
+            s[2] = total[q].z;
+            s[3] = total[q].w;
         }
     }
     return true;
@@ -408,32 +413,31 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(TOKENS)) spmm_kernel(co
     const uint32_t begin = (uint32_t)(chunks * blockIdx.x / gridDim.x);
     const uint32_t end = (uint32_t)(chunks * (blockIdx.x + 1) / gridDim.x);
 
-    Walk walk(TileRow(params.w, blockIdx.z, end), shared.staging);
+    Walk walk(params.w, shared.staging, blockIdx.z, begin, end);
     InputTile<TOKENS> x(params.input, first_token);
-    walk.begin(begin);
+    walk.begin();
     x.load(begin);
     x.store(shared.x[0]);
     x.load(begin + 1);
 
     Sums<TOKENS> sums = {};
     for (uint32_t i = 0; i < end - begin; i++) {
-        walk.advance(begin + i, i);
+        walk.advance(i);
         x.store(shared.x[(i + 1) % 2]);
         x.load(begin + i + 2);
 
-        uint32_t a[PAIRS][LANE_ROWS];
-        decode(a, shared.staging.index[i % 2]);
-        const uint4 *b_units = shared.x[i % 2] + lane;
 #pragma unroll
-        for (int tile = 0; tile < TOKENS / N_TILE; tile++) {
-            const uint4 b = b_units[tile * LANES];
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t a[STEP_PAIRS][LANE_ROWS];
+            decode(a, shared.staging.index[i % 2], step);
+            const uint2 *b_units = shared.x[i % 2][step] + lane;
 #pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                mma_m16n8k16(sums[tile][m], a[0][2 * m], a[0][2 * m + 1], a[1][2 * m], a[1][2 * m + 1], b.x, b.y);
-            }
+            for (int tile = 0; tile < TOKENS / N_TILE; tile++) {
+                const uint2 b = b_units[tile * LANES];
 #pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                mma_m16n8k16(sums[tile][m], a[2][2 * m], a[2][2 * m + 1], a[3][2 * m], a[3][2 * m + 1], b.z, b.w);
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16(sums[tile][m], a[0][2 * m], a[0][2 * m + 1], a[1][2 * m], a[1][2 * m + 1], b);
+                }
             }
         }
     }
@@ -522,18 +526,21 @@ __global__ void __launch_bounds__(THREADS, 3)
     const int n_rows = row < w.rows ? (int)min((size_t)LANE_ROWS, w.rows - row) : 0;
     fp16 *to = out + (blockIdx.z * (size_t)TILE_M + row_in_tile) * stride;
 
-    Walk walk(TileRow(w, tile_row, end), shared);
-    walk.begin(begin);
+    Walk walk(w, shared, tile_row, begin, end);
+    walk.begin();
     for (uint32_t i = 0; i < end - begin; i++) {
-        walk.advance(begin + i, i);
-        uint32_t pairs[PAIRS][LANE_ROWS];
-        decode(pairs, shared.index[i % 2]);
+        walk.advance(i);
+        uint32_t pairs[STEPS][STEP_PAIRS][LANE_ROWS];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            decode(pairs[step], shared.index[i % 2], step);
+        }
         const size_t col = (size_t)(begin + i) * CHUNK_K + threadIdx.x % 4 * LANE_COLS;
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
             if (r < n_rows && col < stride) {
                 *reinterpret_cast<uint4 *>(to + r * stride + col) =
-                    make_uint4(pairs[0][r], pairs[1][r], pairs[2][r], pairs[3][r]);
+                    make_uint4(pairs[0][0][r], pairs[0][1][r], pairs[1][0][r], pairs[1][1][r]);
             }
         }
     }
@@ -543,7 +550,7 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 void spmm_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, int n, const float *threshold,
                Epilogue epilogue) {
-    CHECK(w->format == FORMAT_TILED_CBC && n >= 1 && w->cols <= MAX_COLS);
+    CHECK(w->format == FORMAT_TILED_CBC && n >= 1);
     CHECK((uintptr_t)x % sizeof(uint4) == 0 && (uintptr_t)out % sizeof(float4) == 0);
     CHECK(epilogue != EPILOGUE_SWIGLU || w->rows % 2 == 0);
     const SpmmParams params = {
@@ -563,7 +570,7 @@ void spmm_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, i
 }
 
 void expand_cuda(const CudaLaunch *c, fp16 *out, size_t stride, const Matrix *w, size_t first, size_t count) {
-    CHECK(w->format == FORMAT_TILED_CBC && w->cols <= stride && stride <= MAX_COLS);
+    CHECK(w->format == FORMAT_TILED_CBC && w->cols <= stride && stride <= INT32_MAX - CHUNK_K);
     CHECK(stride % UNIT == 0 && (uintptr_t)out % sizeof(uint4) == 0);
     CHECK(count >= 1 && count <= UINT16_MAX && first + count <= tiled_cbc_tile_rows(w->rows));
     constexpr size_t MIN_CHUNKS = 8;  // of a block, so that filling its pipeline does not count

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Every command of README.md runs: each fenced block that opens with ```sh is a script. The scripts run one after
-# the other in a tree of links to the repository, so that what they write stays out of it. Blocks that open with
-# ```sh install are left out: they change the machine. Prints "ok", "not ok" or "skip" for each block. BIN is
+# Every command of README.md runs: each fenced block that opens with ```sh is a script. The scripts run one
+# after the other in a tree of links to the repository, so that what they write stays out of it. Blocks that open
+# with ```sh install are left out: they change the machine. Prints "ok", "not ok" or "skip" for each block. BIN is
 # where run and convert are, BUILD where scratch files may go.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -40,7 +40,10 @@ for block in "$s"/blocks/*.sh; do
         exit 1
     fi
     name=readme_line_$(basename "$block" .sh | sed 's/^0*//')
-    if (cd "$s/tree" && sh -eu "$block") >"$s/log" 2>&1 </dev/null; then
+    if (
+        unset BIN BUILD MAKEFLAGS MFLAGS MAKELEVEL  # a make in the block is nobody's child
+        cd "$s/tree" && exec sh -eu "$block"
+    ) >"$s/log" 2>&1 </dev/null; then
         echo "ok $name"
     else
         echo "not ok $name"
