@@ -392,7 +392,7 @@ template <int PAD> struct PrefillShape {
     // 32 rows a warp halve the shared-memory reads per product; at 256 dims registers allow 16 only.
     static constexpr int ROW_TILES = PAD <= 128 ? 2 : 1;
     static constexpr int ROWS = PREFILL_WARPS * ROW_TILES * MMA_ROWS;
-    static constexpr int KEYS = PAD <= 128 ? 64 : 32;
+    static constexpr int KEYS = PAD <= 64 ? 64 : PAD <= 128 ? 48 : 32;  // whose scores registers still hold
     static constexpr int ROW_BYTES = PAD * (int)sizeof(fp16);
     static constexpr int CHUNKS = PAD / CHUNK;  // 16-byte chunks of a row
     static constexpr int TILE_BYTES = KEYS * ROW_BYTES;
@@ -405,10 +405,10 @@ template <int PAD> struct PrefillShape {
 /* Byte offset of a chunk in a tile. Chunks are swapped about within their row so that the same chunk of 8 rows in
  * turn, what one phase of ldmatrix reads, lies in 8 different sixteenths of the 32 banks. The pattern repeats every
  * 8 rows; it is an exclusive or, so offset(row, chunk ^ c) = offset(row, chunk) ^ 16 c. */
-template <int PAD> __device__ __forceinline__ unsigned chunk_offset(int row, int chunk) {
-    constexpr int chunks = PrefillShape<PAD>::CHUNKS, swapped = chunks < 8 ? chunks : 8;
-    constexpr int rows_per_line = 8 / swapped;  // rows in the 128 bytes that span all banks
-    return (unsigned)(row * PrefillShape<PAD>::ROW_BYTES + (chunk ^ row / rows_per_line % swapped) * 16);
+template <int PAD> __device__ __forceinline__ unsigned chunk_offset(unsigned row, unsigned chunk) {
+    constexpr unsigned chunks = PrefillShape<PAD>::CHUNKS, swapped = chunks < 8 ? chunks : 8;
+    constexpr unsigned rows_per_line = 8 / swapped;  // rows in the 128 bytes that span all banks
+    return row * PrefillShape<PAD>::ROW_BYTES + (chunk ^ row / rows_per_line % swapped) * 16;
 }
 
 /* cp.async of BYTES, or of zeros (nothing is read then). */
@@ -446,9 +446,9 @@ __device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, con
     using Shape = PrefillShape<PAD>;
     constexpr int STEP = PREFILL_THREADS / Shape::CHUNKS;  // rows that the block copies at once
     static_assert(Shape::KEYS % STEP == 0, "no thread has a chunk more than another");
-    const int chunk = (int)threadIdx.x % Shape::CHUNKS, width = a.head_dim - chunk * CHUNK;
+    const int chunk = (int)(threadIdx.x % Shape::CHUNKS), width = a.head_dim - chunk * CHUNK;
 #pragma unroll 1
-    for (int row = (int)threadIdx.x / Shape::CHUNKS; row < Shape::KEYS; row += STEP) {
+    for (int row = (int)(threadIdx.x / Shape::CHUNKS); row < Shape::KEYS; row += STEP) {
         const unsigned to = chunk_offset<PAD>(row, chunk);
         const size_t from = start + (size_t)(first + row) * (size_t)a.head_dim + chunk * CHUNK;
         const bool present = first + row < end, aligned = a.head_dim % CHUNK == 0;
@@ -541,7 +541,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
         const unsigned this_stage = (unsigned)(stage * Shape::TILE_BYTES);
 
         float score[ROW_TILES][KEYS / 8][4] = {};
-#pragma unroll
+#pragma unroll 4  // further addresses held in registers would make the kernel spill
         for (int dim = 0; dim < PAD; dim += 16) {
             const unsigned chunk = dim / CHUNK * 16;
             unsigned query[ROW_TILES][4];

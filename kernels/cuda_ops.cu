@@ -1,10 +1,10 @@
-/* cuda_ops.cu: embedding, norm, RoPE, SwiGLU and the check of inputs: operations that read and write each number
- * once and wait for memory, not for arithmetic. Reference: cpu.c. Test: tests/gpu/ops_test.cu.
+/* cuda_ops.cu: embedding, norm, RoPE, SwiGLU and the check of inputs: operations that read and write each
+ * number once and wait for memory, not for arithmetic. Reference: cpu.c. Test: tests/gpu/ops_test.cu.
  *
- * A thread takes VECTOR neighbouring values of one row: 16 bytes of fp16, 32 of fp32, in one or two loads. Where
- * rows do not start on 16 bytes or end inside a vector, the same thread takes the same values one by one, so that
- * every shape runs through the same code in the same order. Only rmsnorm adds numbers up: its order is fixed by
- * dim alone. */
+ * A thread takes VECTOR neighbouring values of one row: 16 bytes of fp16, 32 of fp32, in one or two loads.
+ * Where rows do not start on 16 bytes or end inside a vector, the same thread takes the same values one by
+ * one, so that every shape runs through the same code in the same order. Only rmsnorm adds numbers up: its
+ * order is fixed by dim alone. */
 #include "cuda_ops.cuh"
 
 #include <limits.h>
@@ -17,21 +17,30 @@ static_assert(VECTOR * sizeof(fp16) == sizeof(uint4) && VECTOR * sizeof(float) =
               "a vector is one 16-byte load of fp16 and two of fp32");
 static_assert(NORM_THREADS == 32 * 32, "one warp adds up the sums of all warps, one a lane");
 
-static bool is_aligned(const void *p) { return (uintptr_t)p % sizeof(uint4) == 0; }
+static bool is_aligned(const void *p) {
+    return (uintptr_t)p % sizeof(uint4) == 0;
+}
 
-/* ---- vectors --------------------------------------------------------------------------------------------------- */
+/* ---- vectors ------------------------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ float to_float(fp16 h) { return __half2float(__ushort_as_half(h)); }
-static __device__ __forceinline__ void convert(float *out, float x) { *out = x; }
-static __device__ __forceinline__ void convert(fp16 *out, float x) { *out = __half_as_ushort(__float2half_rn(x)); }
+static __device__ __forceinline__ float to_float(fp16 h) {
+    return __half2float(__ushort_as_half(h));
+}
+static __device__ __forceinline__ void convert(float *out, float x) {
+    *out = x;
+}
+static __device__ __forceinline__ void convert(fp16 *out, float x) {
+    *out = __half_as_ushort(__float2half_rn(x));
+}
 
 /* A vector as it lies in memory. */
-template <class T> struct alignas(sizeof(uint4)) Vector {
+template <class T>
+struct alignas(sizeof(uint4)) Vector {
     T value[VECTOR];
 };
 
-/* The vector at p, of which `left` values (any sign) belong to the row; zeros beyond. aligned: whole vectors of this
- * row lie on 16 bytes. */
+/* The vector at p, of which `left` values (any sign) belong to the row; zeros beyond. aligned: whole vectors
+ * of this row lie on 16 bytes. */
 template <class T>
 static __device__ __forceinline__ Vector<T> load_vector(const T *__restrict__ p, int64_t left, bool aligned) {
     if (aligned && left >= VECTOR) {
@@ -48,7 +57,8 @@ static __device__ __forceinline__ Vector<T> load_vector(const T *__restrict__ p,
 }
 
 template <class T>
-static __device__ __forceinline__ void store_vector(T *p, const float (&x)[VECTOR], int64_t left, bool aligned) {
+static __device__ __forceinline__ void store_vector(T *p, const float (&x)[VECTOR], int64_t left,
+                                                    bool aligned) {
     Vector<T> v;
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
@@ -66,7 +76,7 @@ static __device__ __forceinline__ void store_vector(T *p, const float (&x)[VECTO
     }
 }
 
-/* ---- embedding ------------------------------------------------------------------------------------------------- */
+/* ---- embedding ----------------------------------------------------------------------------------------- */
 
 /* embed: out[i] = row ids[i] of the table.
  *
@@ -90,25 +100,26 @@ static __global__ void embed_kernel(float *__restrict__ out, const fp16 *__restr
 }
 
 void embed_cuda(const CudaLaunch *c, float *out, const Matrix *table, const int *ids, int n) {
-    CHECK(n >= 1 && table->format == FORMAT_DENSE && table->stride % VECTOR == 0 && table->stride >= table->cols);
+    CHECK(n >= 1 && table->format == FORMAT_DENSE && table->stride % VECTOR == 0 &&
+          table->stride >= table->cols);
     CHECK(is_aligned(out) && is_aligned(table->dense));
     const dim3 grid((unsigned)n, (unsigned)ceil_div(table->cols, VECTOR * THREADS));
     embed_kernel<<<grid, THREADS, 0, c->stream>>>(out, table->dense, table->stride, ids, table->cols);
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- norm ------------------------------------------------------------------------------------------------------ */
+/* ---- norm ---------------------------------------------------------------------------------------------- */
 
 /* rmsnorm: out = x / sqrt(mean(x^2) + eps) * weight.
  *
  *   out  (n, dim) fp16  overwritten          x  (n, dim) fp32          weight  (dim) fp16
  *
- * One block a token, threads as many as there are vectors, up to NORM_THREADS. In decode this is one block that
- * everything waits for, so it is made of two waits only: for x and weight, which are asked for together and stay in
- * registers, and for the sum. Vectors beyond the threads (dim above NORM_THREADS * VECTOR) are read twice.
- * Thread t takes vectors t, t + threads, ...; squares are added in that order, then over the lanes of a warp, then
- * over the warps, by every warp for itself, which saves a second barrier. Shared: one float a warp; the barrier
- * stands between writing and reading them. Bytes: 6 an element, and weight. */
+ * One block a token, threads as many as there are vectors, up to NORM_THREADS. In decode this is one block
+ * that everything waits for, so it is made of two waits only: for x and weight, which are asked for together
+ * and stay in registers, and for the sum. Vectors beyond the threads (dim above NORM_THREADS * VECTOR) are
+ * read twice. Thread t takes vectors t, t + threads, ...; squares are added in that order, then over the
+ * lanes of a warp, then over the warps, by every warp for itself, which saves a second barrier. Shared: one
+ * float a warp; the barrier stands between writing and reading them. Bytes: 6 an element, and weight. */
 static __device__ __forceinline__ float add_squares(float sum, const Vector<float> &v) {
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
@@ -117,8 +128,9 @@ static __device__ __forceinline__ float add_squares(float sum, const Vector<floa
     return sum;
 }
 
-static __device__ __forceinline__ void store_normed(fp16 *out, const Vector<float> &x, const Vector<fp16> &weight,
-                                                    float factor, int left, bool aligned) {
+static __device__ __forceinline__ void store_normed(fp16 *out, const Vector<float> &x,
+                                                    const Vector<fp16> &weight, float factor, int left,
+                                                    bool aligned) {
     float y[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
@@ -127,9 +139,9 @@ static __device__ __forceinline__ void store_normed(fp16 *out, const Vector<floa
     store_vector(out, y, left, aligned);
 }
 
-static __global__ void __launch_bounds__(NORM_THREADS, 1)  // 1: else ptxas aims at two blocks an SM, and spills
-    rmsnorm_kernel(fp16 *__restrict__ out, const float *__restrict__ x, const fp16 *__restrict__ weight, int dim,
-                   float inverse_dim, float eps) {
+static __global__ void __launch_bounds__(NORM_THREADS, 1)  // 1: aiming at two blocks an SM, ptxas spills
+    rmsnorm_kernel(fp16 *__restrict__ out, const float *__restrict__ x, const fp16 *__restrict__ weight,
+                   int dim, float inverse_dim, float eps) {
     __shared__ float warp_sums[NORM_THREADS / 32];
     const bool aligned = dim % VECTOR == 0;
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR;
@@ -159,7 +171,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, 1)  // 1: else ptxas aims
     }
 }
 
-void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *weight, int n, int dim, float eps) {
+void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *weight, int n, int dim,
+                  float eps) {
     CHECK(n >= 1 && dim >= 1 && dim <= INT_MAX - NORM_THREADS * VECTOR);
     CHECK(is_aligned(out) && is_aligned(x) && is_aligned(weight));
     const size_t vectors = ceil_div((size_t)dim, VECTOR), per_thread = ceil_div(vectors, NORM_THREADS);
@@ -168,7 +181,7 @@ void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *we
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- RoPE ------------------------------------------------------------------------------------------------------ */
+/* ---- RoPE ---------------------------------------------------------------------------------------------- */
 
 /* rope_append: rotate q and k by position, put k and v into the cache.
  *
@@ -187,7 +200,8 @@ static __global__ void rope_append_kernel(fp16 *__restrict__ q, fp16 *__restrict
                                           const int *__restrict__ pos) {
     const int hd = shape.head_dim, vectors = (hd + VECTOR - 1) / VECTOR;  // of one head
     const int index = blockIdx.y * THREADS + threadIdx.x;
-    const int n_rotated = shape.n_heads + shape.n_kv_heads, n_vectors = (n_rotated + shape.n_kv_heads) * vectors;
+    const int n_rotated = shape.n_heads + shape.n_kv_heads;
+    const int n_vectors = (n_rotated + shape.n_kv_heads) * vectors;
     if (index >= n_vectors) {
         return;
     }
@@ -233,7 +247,7 @@ void rope_append_cuda(const CudaLaunch *c, fp16 *q, fp16 *k_cache, fp16 *v_cache
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- SwiGLU ---------------------------------------------------------------------------------------------------- */
+/* ---- SwiGLU -------------------------------------------------------------------------------------------- */
 
 /* swiglu: out_i = silu(y_2i) * y_2i+1.   out (count) fp16, y (2 count) fp32.   Bytes: 10 an output. */
 static __global__ void swiglu_kernel(fp16 *__restrict__ out, const float *__restrict__ y, size_t count) {
@@ -259,9 +273,9 @@ void swiglu_cuda(const CudaLaunch *c, fp16 *out, const float *y, size_t count) {
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- check of inputs ------------------------------------------------------------------------------------------- */
+/* ---- check of inputs ----------------------------------------------------------------------------------- */
 
-/* check_finite: note code in the report if an element of x (count) fp16 is not finite.   Bytes: 2 an element. */
+/* check_finite: note code in the report if an element of x (count) fp16 is not finite.  Bytes: 2 an element. */
 static __global__ void check_finite_kernel(DeviceReport *__restrict__ report, const fp16 *__restrict__ x,
                                            size_t count, unsigned code) {
     const size_t at = ((size_t)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
@@ -283,5 +297,23 @@ void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const M
     CHECK(count >= 1 && is_aligned(x));
     check_finite_kernel<<<(unsigned)ceil_div(count, VECTOR * THREADS), THREADS, 0, c->stream>>>(
         c->report, x, count, fault_code(w));
+    CUDA_CHECK_LAUNCH(c->stream);
+}
+
+/* ---- dynamic pruning of many tokens -------------------------------------------------------------------- */
+
+/* drop_small: out = x (count) fp16, zero where |x| <= *threshold.   Bytes: 4 an element. */
+static __global__ void drop_small_kernel(fp16 *__restrict__ out, const fp16 *__restrict__ x, size_t count,
+                                         const float *__restrict__ threshold) {
+    const size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < count) {
+        out[i] = fabsf(__half2float(__ushort_as_half(x[i]))) <= *threshold ? 0 : x[i];
+    }
+}
+
+void drop_small_cuda(const CudaLaunch *c, fp16 *out, const fp16 *x, size_t count, const float *threshold) {
+    CHECK(count >= 1);
+    drop_small_kernel<<<(unsigned)ceil_div(count, THREADS), THREADS, 0, c->stream>>>(out, x, count,
+                                                                                     threshold);
     CUDA_CHECK_LAUNCH(c->stream);
 }

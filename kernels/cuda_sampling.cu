@@ -3,26 +3,31 @@
  *   report->token  the chosen id; -1 if a logit is not finite
  *   logits         (n) fp32, 16-byte aligned, not changed; 4 n bytes, which later passes find in cache
  *
- * Nothing is sorted. Top-k, top-p and the draw are one operation, select(): candidates have a rank (an integer; all
- * differ) and an amount (an integer); going down the ranks, at which does the running sum reach what is wanted?
+ * Nothing is sorted. Top-k, top-p and the draw are one operation, select(): candidates have a rank (an
+ * integer; all differ) and an amount (an integer); going down the ranks, at which does the running sum reach
+ * what is wanted?
  *
  *            rank                       amount   wanted
  *   top-k    logit, then lower id       1        k              what ranks lower goes
  *   top-p    logit, then lower id       weight   top_p * total  what ranks lower goes
  *   draw     lower id                   weight   u * total      this is the token
  *
- * select() divides the interval of ranks into BINS bins, sums the amounts of each bin, finds the bin in which what is
- * wanted is reached, and goes on with that bin as the interval until it is a single rank. Once at most THREADS
- * candidates are left, each thread holds one of them and the logits are not looked at again. That takes two passes over
- * the logits for top-k and top-p (unless masses of logits are nearly equal) and one and a bit for the draw.
+ * select() divides the interval of ranks into BINS bins, sums the amounts of each bin, finds the bin in which
+ * what is wanted is reached, and goes on with that bin as the interval until it is a single rank. Once at
+ * most THREADS candidates are left, each thread holds one of them and the logits are not looked at again.
+ * That takes two passes over the logits for top-k and top-p (more where masses of them are nearly equal) and
+ * one for the draw, after one that finds the largest, which is all of greedy, and one that adds weights up
+ * roughly.
  *
- * Weights are those of sampling.c, exp((logit - largest) / temperature) in double, but times a power of two that makes
- * their sum about 2^61 and rounded to integers. Sums of integers do not depend on their order: so they may be
- * made with atomics and are still deterministic, a running sum never falls, and what is wanted is always reached, also
- * at u = 1. Rounding takes at most n / 2 of 2^61, less than n roundings of a sum in double may.
+ * Weights are those of sampling.c, exp((logit - largest) / temperature) in double, but times a power of two
+ * that makes their sum about 2^61 and rounded to integers. Sums of integers do not depend on their order: so
+ * they may be made with atomics and are still deterministic, a running sum never falls, and what is wanted is
+ * always reached, also at u = 1. Rounding takes at most n / 2 of 2^61, less than n roundings of a sum in
+ * double may.
  *
  * One block of THREADS threads. Shared: one set of bins, whose place gathered candidates take later. Barriers
- * separate: clearing bins | adding to them | reading them and announcing the bin found | gathering | taking candidates.
+ * separate: clearing bins | adding to them | reading them and announcing the bin found | gathering | taking
+ * candidates.
  *
  * Reference: sampling.c. Test: tests/gpu/ops_test.cu. */
 #include "cuda_ops.cuh"
@@ -35,9 +40,9 @@
 #define LOG_BINS 12
 #define BINS (1 << LOG_BINS)
 #define THREAD_BINS (BINS / THREADS)
-#define WEIGHT_BITS 61     // the weights' sum is below 2^(WEIGHT_BITS + 1), with room for rounding below 2^63
-#define FRACTION_BITS 56   // the smallest draw is 2^-33 and has 23 bits more
-#define MAX_ID_BITS 30     // rank: 32 bits of logit, then these
+#define WEIGHT_BITS 61    // the weights' sum is below 2^(WEIGHT_BITS + 1), with room for rounding below 2^63
+#define FRACTION_BITS 56  // the smallest draw is 2^-33 and has 23 bits more
+#define MAX_ID_BITS 30    // rank: 32 bits of logit, then these
 
 static_assert(WARPS == 32, "one warp combines the results of all warps, one a lane");
 static_assert(THREAD_BINS == 4, "a thread reads its bins' halves as one uint4 each");
@@ -49,13 +54,14 @@ typedef struct {
 typedef struct {
     union {
         struct {
-            alignas(16) unsigned low[BINS], high[BINS];  // 64-bit sums in halves, as shared memory adds 32 bits
+            // Sums of 64 bits in halves, as shared memory adds 32 bits at a time.
+            alignas(16) unsigned low[BINS], high[BINS];
         } bins;
         Candidate candidates[THREADS];
     };
     int n_candidates;
-    unsigned found;        // the bin in which the wanted sum is reached, and
-    uint64_t before;       // the sum of all bins before it
+    unsigned found;   // the bin in which the wanted sum is reached, and
+    uint64_t before;  // the sum of all bins before it
     uint64_t warp_sums[WARPS];
     float warp_weights[WARPS];
     unsigned warp_largest[WARPS], warp_id[WARPS], warp_smallest[WARPS];
@@ -70,7 +76,7 @@ typedef struct {
     uint64_t least;  // candidates of lower rank are out
 } Candidates;
 
-/* ---- numbers ------------------------------------------------------------------------------------------------- */
+/* ---- numbers ------------------------------------------------------------------------------------------- */
 
 /* A logit as an integer of the same order; -0 becomes +0, its equal. What is not finite lies outside. */
 static __device__ __forceinline__ unsigned ordered(float logit) {
@@ -84,7 +90,9 @@ static __device__ __forceinline__ float logit_of(unsigned order) {
     return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
-static __device__ __forceinline__ uint64_t last_id(const Candidates &c) { return ((uint64_t)1 << c.id_bits) - 1; }
+static __device__ __forceinline__ uint64_t last_id(const Candidates &c) {
+    return ((uint64_t)1 << c.id_bits) - 1;
+}
 
 static __device__ __forceinline__ uint64_t rank_of(const Candidates &c, float logit, int id) {
     return (uint64_t)ordered(logit) << c.id_bits | (last_id(c) - id);
@@ -94,7 +102,7 @@ static __device__ __forceinline__ uint64_t weight_of(const Candidates &c, float 
     return __double2ull_rn(exp((logit - c.largest) * c.inverse_temperature) * c.scale);
 }
 
-/* The least integer that is not below fraction * total, but at least 1. Exact for fractions from 2^-33 to 1. */
+/* The least integer that is not below fraction * total, but at least 1. Exact for fractions of 2^-33 to 1. */
 static __device__ __forceinline__ uint64_t share_of(float fraction, uint64_t total) {
     const uint64_t f = (uint64_t)(fraction * (double)((uint64_t)1 << FRACTION_BITS));
     const uint64_t high = __umul64hi(f, total), low = f * total;
@@ -110,10 +118,10 @@ static __device__ float draw_uniform(uint64_t seed, uint64_t step) {
     return (float)curand(&state) * 0x1p-32f + 0x1p-33f;
 }
 
-/* ---- the block at work ----------------------------------------------------------------------------------------- */
+/* ---- the block at work --------------------------------------------------------------------------------- */
 
-/* Call use(id, logit, valid) for ids first .. last and a few beside them, so that all lanes of a warp call together;
- * valid: the id exists. A thread takes 4 logits with a load, VECTORS loads are under way at once. */
+/* Call use(id, logit, valid) for ids first .. last and a few beside them, so that all lanes of a warp call
+ * together; valid: the id exists. A thread takes 4 logits with a load, VECTORS loads are on their way at once. */
 template <int VECTORS, class Use>
 static __device__ __forceinline__ void for_each_logit(const Candidates &c, int first, int last, Use use) {
     for (int row = first / 4 * 4; row <= last; row += VECTORS * THREADS * 4) {
@@ -177,8 +185,9 @@ static __device__ Extremes find_extremes(Shared &s, const Candidates &c) {
     return Extremes{largest, smallest, (int)id};
 }
 
-/* What weights are multiplied with: 2^WEIGHT_BITS over their sum, rounded to a power of two; so a rough sum does, if
- * it is not too low. A temperature whose inverse is no float counts as the least that has one: the sum grows. */
+/* What weights are multiplied with: 2^WEIGHT_BITS over their sum, rounded to a power of two; so a rough sum
+ * does, if it is not too low. A temperature whose inverse is no float counts as the least that has one: the
+ * sum grows. */
 static __device__ double weight_scale(Shared &s, const Candidates &c, float temperature) {
     const float largest = (float)c.largest, inverse = 1.0f / fmaxf(temperature, FLT_MIN);
     float sum = 0;
@@ -194,15 +203,16 @@ static __device__ double weight_scale(Shared &s, const Candidates &c, float temp
     return scalbn(1.0, WEIGHT_BITS - ilogbf(sum));
 }
 
-/* Add to a bin; an amount of 0 adds nothing. To be called by whole warps: equal logits, of which there can be many,
- * are added up first, as atomics on one address would have to wait for each other. */
+/* Add to a bin; an amount of 0 adds nothing. To be called by whole warps: equal logits, of which there can be
+ * many, are added up first, as atomics on one address would have to wait for each other. */
 static __device__ __forceinline__ void add_to_bin(Shared &s, unsigned bin, uint64_t amount) {
     const unsigned adding = __ballot_sync(~0u, amount != 0);
     if (adding == 0) {
         return;
     }
     const int leader = __ffs(adding) - 1;
-    if (__all_sync(~0u, amount == 0 || bin == __shfl_sync(~0u, bin, leader))) {
+    const unsigned leader_bin = __shfl_sync(~0u, bin, leader);  // by all lanes, so not inside a condition
+    if (__all_sync(~0u, amount == 0 || bin == leader_bin)) {
         for (int offset = 16; offset > 0; offset /= 2) {
             amount += __shfl_xor_sync(~0u, amount, offset);
         }
@@ -227,11 +237,13 @@ static __device__ __forceinline__ uint64_t warp_running_sum(uint64_t v) {
     return v;
 }
 
-/* Find the first bin through which the running sum reaches wanted(total of all bins): s.found and s.before. All
- * additions must be done; on return bins may be overwritten. Returns what was wanted. */
-template <class Wanted> static __device__ uint64_t find_bin(Shared &s, Wanted wanted) {
+/* Find the first bin through which the running sum reaches wanted(total of all bins): s.found and s.before.
+ * All additions must be done; on return bins may be overwritten. Returns what was wanted. */
+template <class Wanted>
+static __device__ uint64_t find_bin(Shared &s, Wanted wanted) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint4 low = ((const uint4 *)s.bins.low)[threadIdx.x], high = ((const uint4 *)s.bins.high)[threadIdx.x];
+    const uint4 low = ((const uint4 *)s.bins.low)[threadIdx.x];
+    const uint4 high = ((const uint4 *)s.bins.high)[threadIdx.x];
     const uint64_t amounts[THREAD_BINS] = {(uint64_t)high.x << 32 | low.x, (uint64_t)high.y << 32 | low.y,
                                            (uint64_t)high.z << 32 | low.z, (uint64_t)high.w << 32 | low.w};
     const uint64_t own = amounts[0] + amounts[1] + amounts[2] + amounts[3];
@@ -265,10 +277,11 @@ template <class Wanted> static __device__ uint64_t find_bin(Shared &s, Wanted wa
 enum Order { BY_LOGIT, BY_ID };
 enum Measure { BY_COUNT, BY_WEIGHT };
 
-/* The rank, among those from least to most, at which the running sum of amounts from above reaches wanted(sum of all);
- * that must be from 1 to the sum. */
+/* The rank, among those from least to most, at which the running sum of amounts from above reaches wanted(sum
+ * of all); that must be from 1 to the sum. */
 template <Order ORDER, Measure MEASURE, class Wanted>
-static __device__ uint64_t select(Shared &s, const Candidates &c, uint64_t least, uint64_t most, Wanted wanted) {
+static __device__ uint64_t select(Shared &s, const Candidates &c, uint64_t least, uint64_t most,
+                                  Wanted wanted) {
     // Pass on what lies in the interval with its rank; a warp calls together, amount 0 = not a candidate.
     const auto for_each_candidate = [&](auto use) {
         const int first = ORDER == BY_ID ? (int)(last_id(c) - most) : 0;
@@ -325,9 +338,9 @@ static __device__ uint64_t select(Shared &s, const Candidates &c, uint64_t least
     }
 }
 
-/* ---- kernel and launcher --------------------------------------------------------------------------------------- */
+/* ---- kernel and launcher ------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 1)  // 1: aiming at two blocks an SM, ptxas spills
     sample_kernel(DeviceReport *__restrict__ report, const float *__restrict__ logits, int n, int id_bits,
                   SampleParams params, uint64_t step) {
     __shared__ Shared s;
@@ -352,7 +365,8 @@ static __global__ void __launch_bounds__(THREADS)
     const uint64_t most = (uint64_t)extremes.largest << id_bits | (last_id(c) - extremes.id);
     c.least = (uint64_t)extremes.smallest << id_bits;
     if (params.top_k > 0 && params.top_k < n) {
-        c.least = select<BY_LOGIT, BY_COUNT>(s, c, c.least, most, [&](uint64_t) { return (uint64_t)params.top_k; });
+        c.least =
+            select<BY_LOGIT, BY_COUNT>(s, c, c.least, most, [&](uint64_t) { return (uint64_t)params.top_k; });
     }
     if (params.top_p < 1) {
         c.least = select<BY_LOGIT, BY_WEIGHT>(s, c, c.least, most,

@@ -12,10 +12,12 @@
  *               value) in shared memory. The rank of every group costs a fraction of an instruction this way.
  *   copy        Values of the columns come through cp.async, STAGE_COLUMNS columns a stage, 8 lanes a column, 16 bytes a
  *               lane (columns begin on 16 bytes), STAGES stages in flight. A slot holds the widest column of the matrix.
- *   decode      Lane = 8 rows: a byte of the bitmap word. Each half of the byte (4 rows) loads the three aligned words that
- *               hold its at most 4 values wherever they begin, shifts them to the start, and spreads them to their rows
- *               with byte permutes; selectors come from a table of 16 entries. A row whose bit is 0 gets a zero from the
- *               permute itself: what was loaded and is not selected is never multiplied.
+ *   decode      Lane = 4 neighbouring rows in each half of the tile: 4 bits of a bitmap word. (Neighbouring lanes then read
+ *               neighbouring words of shared memory; 8 rows a lane save a few instructions and double the bank
+ *               conflicts.) The lane loads the three aligned words that hold its at most 4 values wherever they begin,
+ *               shifts them to the start, and spreads them to their rows with byte permutes; selectors come from a
+ *               table of 16 entries. A row whose bit is 0 gets a zero from the permute itself: what was loaded and is
+ *               not selected is never multiplied.
  *   multiply    fp16 pairs, FLUSH_COLUMNS columns long, then fp32.
  *
  * Sums of warps, then of slices, are added in a fixed order: the block of a tile row that arrives last adds the
@@ -37,19 +39,20 @@ constexpr int CHUNK = 32;          // columns that a warp indexes at once: one a
 constexpr int FLUSH_COLUMNS = 16;  // products summed in fp16 before they go to fp32
 constexpr int GROUPS = TILE_M / 32;
 constexpr int ROWS_PER_LANE = TILE_M / 32;
+constexpr int HALVES = 2;          // of a tile: 128 rows, 4 for each lane
 constexpr int INDEX_STRIDE = 8 * GROUPS + 16;  // bytes of one column's index: 16 more keep the banks apart
 constexpr int RING_SLACK = 16;     // a decode may read past the last value of the last slot
 constexpr int MAX_SLICE = 4096;    // columns
 
-static_assert(ROWS_PER_LANE == 8, "a lane decodes one byte of bitmap");
+static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane decodes 4 bits of a bitmap word in each half of the tile");
 static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, "flushes fall between stages");
+static_assert(TILE_M * sizeof(half) == 4 * 128, "a column is at most four copies of 8 lanes x 16 bytes");
 static_assert(THREADS == TILE_M, "the final sums take one row a thread");
 
 /* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits. */
 struct Selector {
     unsigned spread;  // low half: permute of (p, 0) for rows 0, 1; high half: of (q, 0) for rows 2, 3
-    unsigned next;    // low half: permute of (p, r) that gives q, the window's two values after those of rows 0, 1;
-                      // high half: bytes that all four rows take
+    unsigned next;    // permute of (p, r) that gives q, the window's two values after those of rows 0, 1
 };
 
 __device__ Selector make_selector(unsigned bits) {
@@ -59,9 +62,9 @@ __device__ Selector make_selector(unsigned bits) {
         const unsigned high = two & 2 ? (two & 1 ? 0x32u : 0x10u) : 0x44u;
         return low | high << 8;
     };
-    const unsigned first = __popc(bits & 3), all = __popc(bits);
+    const unsigned first = __popc(bits & 3);
     const unsigned window = first == 0 ? 0x3210u : first == 1 ? 0x5432u : 0x7654u;
-    return {spread_pair(bits & 3) | spread_pair(bits >> 2) << 16, window | 2 * all << 16};
+    return {spread_pair(bits & 3) | spread_pair(bits >> 2) << 16, window};
 }
 
 /* Shared memory, in this order; see shared_bytes(). */
@@ -121,19 +124,46 @@ __device__ int compact(uint16_t *list, half *input, const fp16 *x, int n_cols, f
     return total;
 }
 
+/* Shared memory by 32-bit address: the compiler's own addressing spends instructions on generic pointers. */
+__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ unsigned load_shared(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_2(unsigned address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
+/* Byte permute whose selector is known to be clean: __byte_perm() would mask it first. */
+__device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
+    unsigned v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
+}
+
+/* cp.async of 16 bytes at OFFSET behind both addresses, if OFFSET / 16 pieces are fewer than n. */
+template <int OFFSET> __device__ __forceinline__ void copy_piece(unsigned to, const void *from, int n) {
+    asm volatile("{ .reg .pred p; setp.gt.s32 p, %2, %3;\n @p cp.async.cg.shared.global [%0 + %4], [%1 + %4], 16; }" ::"r"(to),
+                 "l"(from), "r"(n), "n"(OFFSET / 16), "n"(OFFSET)
+                 : "memory");
+}
+
 /* What lane = column knows of its column of a chunk. */
 struct ColumnIndex {
-    const fp16 *values;
-    int copies;  // 16-byte pieces of values
+    unsigned first;  // of its values, in pieces of 16 bytes
+    int pieces;
     unsigned nnz;
 };
 
-/* Read the index of column `column` of the matrix, leave (word, address of its first value) of each group of rows in
- * `index`; the values will stand at `slot` in shared memory. */
+/* Read the index of column `column` of the matrix, leave (word, shared address of its first value) of each group of rows
+ * in `index`; the values will stand at shared address `slot`. */
 __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_t column, unsigned slot) {
     const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + column * BITMAP_WORDS);
     const unsigned info = __ldg(w.col_info + column);
-    const size_t first = (size_t)__ldg(w.tile_offset + column / TILE_K) * COLUMN_ALIGN + (info >> 16);
+    const unsigned first = __ldg(w.tile_offset + column / TILE_K) + (info >> 16) / COLUMN_ALIGN;
     const uint4 low = __ldg(bitmap), high = __ldg(bitmap + 1);
     const unsigned words[GROUPS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     uint4 *out = reinterpret_cast<uint4 *>(index);
@@ -144,20 +174,37 @@ __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_
         slot = second + 2 * __popc(words[g + 1]);
     }
     const unsigned nnz = info & 0xffff;
-    return {w.values + first, (int)(nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN, nnz};
+    return {first, (int)(nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN, nnz};
 }
 
-/* Rows of one half byte: sum[0], sum[1] += x * the rows' values, which begin at byte `address` of shared memory. */
-__device__ __forceinline__ void multiply_rows(half2 *sum, const unsigned char *shared, unsigned address,
-                                              const Selector &s, half2 x) {
-    const unsigned *words = reinterpret_cast<const unsigned *>(shared + (address & ~3u));
-    const unsigned w0 = words[0], w1 = words[1], w2 = words[2];
-    const unsigned shift = address * 8;  // 0 or 16: only the low five bits count
-    const unsigned p = __funnelshift_r(w0, w1, shift), r = __funnelshift_r(w1, w2, shift);
-    const unsigned v01 = __byte_perm(p, 0, s.spread);
-    const unsigned v23 = __byte_perm(__byte_perm(p, r, s.next), 0, s.spread >> 16);
-    sum[0] = __hfma2(*reinterpret_cast<const half2 *>(&v01), x, sum[0]);
-    sum[1] = __hfma2(*reinterpret_cast<const half2 *>(&v23), x, sum[1]);
+/* The lane's four rows in each half of a column: sum += x * the rows' values.
+ *   group      for each half: bitmap word, shared address of its first value
+ *   bit_shift  where the rows' four bits begin in the word; `below` masks the bits before them
+ *   selectors  shared address of the table, 128-byte aligned
+ * All loads come before their uses, so that those of both halves are in flight together. */
+__device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HALVES], unsigned below,
+                                                unsigned bit_shift, unsigned selectors, half2 x) {
+    unsigned shift[HALVES], w[HALVES][3];
+    uint2 s[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        // 8 bytes an entry: turn the four bits to bit 3 and add the table's address in one operation
+        s[h] = load_shared_2((__funnelshift_r(group[h].x, group[h].x, bit_shift - 3) & 0x78) | selectors);
+        const unsigned address = group[h].y + 2 * __popc(group[h].x & below), word = address & ~3u;
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            w[h][i] = load_shared(word + 4 * i);
+        }
+        shift[h] = address * 8;  // 0 or 16: only the low five bits count
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        const unsigned p = __funnelshift_r(w[h][0], w[h][1], shift[h]);
+        const unsigned r = __funnelshift_r(w[h][1], w[h][2], shift[h]);
+        const unsigned v01 = permute(p, 0, s[h].x), v23 = permute(permute(p, r, s[h].y), 0, s[h].x >> 16);
+        sum[2 * h] = __hfma2(*reinterpret_cast<const half2 *>(&v01), x, sum[2 * h]);
+        sum[2 * h + 1] = __hfma2(*reinterpret_cast<const half2 *>(&v23), x, sum[2 * h + 1]);
+    }
 }
 
 template <Epilogue EPILOGUE>
@@ -166,7 +213,7 @@ __global__ void __launch_bounds__(THREADS)
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Selector selectors[16];
+    __shared__ __align__(128) Selector selectors[16];
     __shared__ bool last;
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -197,11 +244,15 @@ __global__ void __launch_bounds__(THREADS)
     }
 
     unsigned char *index = shared + layout.index + warp * CHUNK * INDEX_STRIDE;
-    const unsigned ring = layout.ring + warp * layout.ring_bytes;
+    const unsigned ring = shared_address(shared + layout.ring + warp * layout.ring_bytes);
     const size_t row_start = (size_t)tile_row * ((w.cols + TILE_K - 1) / TILE_K * TILE_K) + first_col;
-    const unsigned byte_shift = 8 * (lane % 4), below = (1u << byte_shift) - 1;
-    const unsigned char *lane_index = index + lane / 4 * 8;
-    const int copy_column = lane / 8, copy_piece = lane % 8;
+    const unsigned bit_shift = 4 * (lane % 8), below = (1u << bit_shift) - 1;
+    const unsigned table = shared_address(selectors), index_base = shared_address(index);
+    const unsigned lane_index = index_base + lane / 8 * 8, input_index = index_base + 8 * GROUPS;
+    // copies: 8 lanes a column
+    const int copy_column = lane / 8, copy_lane = lane % 8;
+    const unsigned copy_to = ring + copy_column * slot_bytes + 16 * copy_lane;
+    const unsigned char *copy_from = reinterpret_cast<const unsigned char *>(w.values) + 16 * copy_lane;
     float sum[ROWS_PER_LANE] = {0};
     unsigned nnz = 0;
 
@@ -210,7 +261,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int chunk = begin; chunk < end; chunk += CHUNK) {
         const int m = min(CHUNK, end - chunk);
         // index: lanes without a column leave one without bits, and copy nothing
-        ColumnIndex column = {w.values, 0, 0};
+        ColumnIndex column = {0, 0, 0};
         half2 column_input = __half2half2(__ushort_as_half(0));
         if (lane < m) {
             column = read_index(index + lane * INDEX_STRIDE, w, row_start + list[chunk + lane],
@@ -227,27 +278,24 @@ __global__ void __launch_bounds__(THREADS)
         *reinterpret_cast<half2 *>(index + lane * INDEX_STRIDE + 8 * GROUPS) = column_input;
         __syncwarp();
 
-        const int n_stages = (m + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
         const auto copy_stage = [&](int stage) {
             const int j = stage * STAGE_COLUMNS + copy_column;
-            const auto values = reinterpret_cast<const unsigned char *>(
-                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(column.values), j & 31));
-            const int copies = __shfl_sync(~0u, column.copies, j & 31);
-            if (stage < n_stages) {
-                unsigned char *to = shared + ring + j % RING_COLUMNS * slot_bytes;
-#pragma unroll
-                for (int i = copy_piece; i < TILE_M / COLUMN_ALIGN; i += 8) {
-                    if (i < copies) {
-                        copy_async_16(to + 16 * i, values + 16 * i);
-                    }
-                }
-            }
+            const unsigned first = __shfl_sync(~0u, column.first, j);
+            int n = __shfl_sync(~0u, column.pieces, j) - copy_lane;
+            n = stage < CHUNK / STAGE_COLUMNS ? n : 0;  // the shuffle wraps around behind the last column
+            const unsigned to = copy_to + stage % STAGES * (STAGE_COLUMNS * slot_bytes);
+            const unsigned char *from = copy_from + (size_t)first * 16;
+            copy_piece<0>(to, from, n);
+            copy_piece<128>(to, from, n);
+            copy_piece<256>(to, from, n);
+            copy_piece<384>(to, from, n);
             copy_async_commit();  // a group for every stage, full or not, so that waiting can count
         };
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; stage++) {
             copy_stage(stage);
         }
+        const int n_stages = (m + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
         for (int flush = 0; flush < n_stages; flush += FLUSH_COLUMNS / STAGE_COLUMNS) {
             half2 pairs[ROWS_PER_LANE / 2];
 #pragma unroll
@@ -259,16 +307,21 @@ __global__ void __launch_bounds__(THREADS)
                 copy_stage(stage + STAGES - 1);
                 copy_async_wait<STAGES - 1>();
                 __syncwarp();  // every lane's copies of this stage have come
+                const unsigned at = stage * (STAGE_COLUMNS * INDEX_STRIDE);
+                uint2 group[STAGE_COLUMNS][HALVES];
+                unsigned x_bits[STAGE_COLUMNS];
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
-                    const unsigned at = (stage * STAGE_COLUMNS + c) * INDEX_STRIDE;
-                    const uint2 group = *reinterpret_cast<const uint2 *>(lane_index + at);
-                    const half2 xv = *reinterpret_cast<const half2 *>(index + at + 8 * GROUPS);
-                    const unsigned address = group.y + 2 * __popc(group.x & below);
-                    const unsigned bits = group.x >> byte_shift;
-                    const Selector low = selectors[bits & 15], high = selectors[bits >> 4 & 15];
-                    multiply_rows(pairs, shared, address, low, xv);
-                    multiply_rows(pairs + 2, shared, address + (low.next >> 16), high, xv);
+#pragma unroll
+                    for (int h = 0; h < HALVES; h++) {
+                        group[c][h] = load_shared_2(lane_index + at + c * INDEX_STRIDE + h * 8 * GROUPS / HALVES);
+                    }
+                    x_bits[c] = load_shared(input_index + at + c * INDEX_STRIDE);
+                }
+#pragma unroll
+                for (int c = 0; c < STAGE_COLUMNS; c++) {
+                    multiply_column(pairs, group[c], below, bit_shift, table,
+                                    *reinterpret_cast<const half2 *>(&x_bits[c]));
                 }
                 __syncwarp();  // before the next copy overwrites what other lanes may still read
             }
@@ -287,8 +340,9 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     float *warp_sums = reinterpret_cast<float *>(shared);
 #pragma unroll
-    for (int i = 0; i < ROWS_PER_LANE; i++) {
-        warp_sums[warp * TILE_M + ROWS_PER_LANE * lane + i] = sum[i];
+    for (int h = 0; h < HALVES; h++) {
+        const float4 rows = {sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]};
+        reinterpret_cast<float4 *>(warp_sums + warp * TILE_M + h * TILE_M / HALVES)[lane] = rows;
     }
     nnz = __reduce_add_sync(~0u, nnz);
     if (lane == 0 && nnz > 0) {

@@ -186,8 +186,8 @@ static inline void judge_case(Judgement *j, const char *format, ...) {
     va_end(args);
 }
 
-/* |got - want| may reach roundings * 2^-24 * magnitude and half an ulp of the output type; what lies beyond the
- * range of fp16 must be infinite. */
+/* |got - want| may reach roundings * 2^-24 * magnitude and half an ulp of the output type; what lies beyond
+ * the range of fp16 must be infinite. */
 static inline void judge(Judgement *j, double got, double want, double roundings, double magnitude,
                          OutputType type) {
     const double allowed = roundings * 0x1p-24 * magnitude;

@@ -125,8 +125,9 @@ typedef struct {
     float value;
 } Poison;
 
-/* Random weights; sizes that are no multiples of a vector, three query heads a key head, and heads that
- * together are wider than the residual stream. The same in memory (ctx: a Poison or NULL). */
+/* A model of random weights whose sizes are no multiples of a vector, with three query heads to a key head,
+ * heads that together are wider than the residual stream, and an eps that matters. The source's ctx is a
+ * Poison or NULL. */
 static const Config awkward = {
     .dim = 42,
     .hidden_dim = 131,
@@ -136,7 +137,7 @@ static const Config awkward = {
     .head_dim = 10,
     .seq_len = 48,
     .vocab_size = 61,
-    .norm_eps = 1e-3f,
+    .norm_eps = 0.3f,
     .rope_theta = 500,
     .bos_id = 1,
 };

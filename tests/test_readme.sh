@@ -1,7 +1,7 @@
 #!/bin/sh
-# Every command of README.md runs: each fenced block that opens with ```sh is a script. The scripts run one
-# after the other in a tree of links to the repository, so that what they write stays out of it. Blocks that open
-# with ```sh install are left out: they change the machine. Prints "ok", "not ok" or "skip" for each block. BIN is
+# Every command of README.md runs: each fenced block that opens with ```sh is a script. They run one after
+# the other in a tree of links to the repository, so that what they write stays out of it. Blocks opened with
+# ```sh install are left out: they change the machine. Prints "ok", "not ok" or "skip" for each block. BIN is
 # where run and convert are, BUILD where scratch files may go.
 set -u
 cd "$(dirname "$0")/.." || exit 1

@@ -402,8 +402,8 @@ static void test_a_block_of_any_other_size_is_refused(void **state) {
     free(e.block);
 }
 
-/* Room before, between or behind the GTiles, with all offsets from there on and the size of the block to match: only
- * the gap is wrong. */
+/* Room before, between or behind the GTiles, with all offsets from there on and the size of the block to
+ * match: only the gap is wrong. */
 static void test_a_gap_between_gtiles_is_refused(void **state) {
     (void)state;
     const Encoded e = small_matrix(HALF_NONZERO, SMALL_ROWS, SMALL_COLS);

@@ -282,6 +282,7 @@ static double bench_sparse(Bench *b, const Shape &s, const Setting &set, std::ve
         for (int slice = 64; slice <= std::min(s.cols, 2048); slice += slice < 512 ? 32 : 64) {
             if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) * 4 <= b->c.workspace_bytes) {
                 const double t = time_slice(slice);
+                printf("    sweep %d %d %g %g %d %.2f\n", s.rows, s.cols, set.sp, set.dp, slice, t);
                 if (t < best) {
                     best = t;
                     best_slice = slice;

@@ -1,5 +1,6 @@
-/* ops_test.cu: cuda_ops.cu and cuda_sampling.cu against the CPU backend, sampling.c and references in double, then
- * their times. Prints one line a case with the worst error as a share of its bound, and at the end what failed. */
+/* ops_test.cu: cuda_ops.cu and cuda_sampling.cu against the CPU backend, sampling.c and references in double,
+ * then their times. Prints one line a case with the worst error as a share of its bound, and at the end what
+ * failed. */
 #include "../../kernels/cuda_ops.cuh"
 
 #include <algorithm>
@@ -25,10 +26,12 @@ static void result(bool ok, const char *name, const char *what, double share, si
     (ok ? n_passed : n_failed)++;
 }
 
-/* ---- memory and numbers -------------------------------------------------------------------------------------- */
+/* ---- memory and numbers -------------------------------------------------------------------------------- */
 
-/* Host memory with slack, as vector loads of the CPU kernels need it, and device memory with a guard behind it. */
-template <class T> struct Both {
+/* Host memory with slack, as vector loads of the CPU kernels need it, and device memory with a guard behind
+ * it. */
+template <class T>
+struct Both {
     size_t n;
     T *host, *device;
     explicit Both(size_t count) : n(count), host((T *)memory_alloc(count * sizeof(T))) {
@@ -64,12 +67,15 @@ static uint32_t random_bits() {
     random_state = random_state * 6364136223846793005u + 1442695040888963407u;
     return (uint32_t)(random_state >> 32);
 }
-static uint32_t random_below(uint32_t n) { return (uint32_t)((uint64_t)random_bits() * n >> 32); }
+static uint32_t random_below(uint32_t n) {
+    return (uint32_t)((uint64_t)random_bits() * n >> 32);
+}
 
 /* About normal, variance 1. */
 static float random_normal() {
     const uint32_t a = random_bits(), b = random_bits();
-    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) * (1.7320508f / 65536);
+    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) *
+           (1.7320508f / 65536);
 }
 
 static double half_ulp_fp16(double v) {
@@ -80,13 +86,14 @@ static double half_ulp_fp16(double v) {
     return ldexp(1, std::max(exponent, -13) - 12);
 }
 
-/* Outputs in fp16 against a reference in double, with roundings * 2^-24 of it allowed beside the output's own rounding,
- * and against the CPU's, from which they may be one place away. */
+/* Outputs in fp16 against a reference in double, with roundings * 2^-24 of it allowed beside the output's own
+ * rounding, and against the CPU's, from which they may be one place away. */
 static void judge_fp16(const char *name, const std::vector<fp16> &got, const std::vector<double> &want,
                        const fp16 *of_cpu, double roundings) {
     double worst = 0, apart = 0;
     for (size_t i = 0; i < got.size(); i++) {
-        const double g = fp16_to_float(got[i]), bound = half_ulp_fp16(want[i]) + roundings * 0x1p-24 * fabs(want[i]);
+        const double g = fp16_to_float(got[i]);
+        const double bound = half_ulp_fp16(want[i]) + roundings * 0x1p-24 * fabs(want[i]);
         const double error = fabs(g - want[i]) / bound;
         worst = error <= worst ? worst : error;  // a NaN becomes the worst and stays
         const double difference = fabs(g - fp16_to_float(of_cpu[i])) / (2 * half_ulp_fp16(want[i]));
@@ -97,7 +104,8 @@ static void judge_fp16(const char *name, const std::vector<fp16> &got, const std
 }
 
 /* Do repeats of an operation give the same bits? */
-template <class T, class Run> static bool repeats_agree(const Both<T> &out, Run run) {
+template <class T, class Run>
+static bool repeats_agree(const Both<T> &out, Run run) {
     run();
     const std::vector<T> first = out.download();
     bool same = true;
@@ -108,7 +116,7 @@ template <class T, class Run> static bool repeats_agree(const Both<T> &out, Run 
     return same;
 }
 
-/* ---- the simple operations --------------------------------------------------------------------------------- */
+/* ---- the simple operations ----------------------------------------------------------------------------- */
 
 static void test_embed() {
     const int sizes[] = {1, 7, 8, 12, 17, 288, 4096, 4100}, counts[] = {1, 3, 50};
@@ -146,7 +154,8 @@ static void test_embed() {
 }
 
 static void test_rmsnorm() {
-    const int dims[] = {1, 2, 7, 8, 9, 31, 64, 288, 768, 4095, 4096, 5120, 8192, 8193, 8200, 12288, 16384, 20001};
+    const int dims[] = {1,    2,    7,    8,    9,    31,   64,    288,   768,
+                        4095, 4096, 5120, 8192, 8193, 8200, 12288, 16384, 20001};
     const int counts[] = {1, 2, 33};
     for (int dim : dims) {
         for (int n : counts) {
@@ -184,7 +193,7 @@ static void test_rmsnorm() {
     }
 }
 
-/* Both backends round products and sums alike, so that whole caches, poison included, are equal bit by bit. */
+/* Both backends round products and sums alike, so that whole caches, poison included, are equal bitwise. */
 static void test_rope() {
     const int head_dims[] = {2, 4, 6, 8, 10, 16, 24, 32, 34, 64, 80, 100, 128, 160, 192, 254, 256};
     const int counts[] = {1, 2, 7};
@@ -192,7 +201,8 @@ static void test_rope() {
         for (int n : counts) {
             const AttentionShape shape = {6, head_dim % 16 ? 2 : 3, head_dim, 23};
             const size_t hd = (size_t)head_dim, cache = (size_t)shape.n_kv_heads * shape.seq_len * hd;
-            Both<float> qkv((size_t)n * (shape.n_heads + 2 * shape.n_kv_heads) * hd), rope(shape.seq_len * hd);
+            Both<float> qkv((size_t)n * (shape.n_heads + 2 * shape.n_kv_heads) * hd),
+                rope(shape.seq_len * hd);
             Both<fp16> q((size_t)n * shape.n_heads * hd), k(cache), v(cache);
             for (size_t i = 0; i < qkv.n; i++) {
                 qkv.host[i] = random_normal();
@@ -212,8 +222,8 @@ static void test_rope() {
                 k.poison();
                 v.poison();
                 cpu->rope_append(cpu, q.host, k.host, v.host, qkv.host, rope.host, &shape, pos.host, n);
-                rope_append_cuda(&launch, q.device, k.device, v.device, qkv.device, rope.device, &shape, pos.device,
-                                 n);
+                rope_append_cuda(&launch, q.device, k.device, v.device, qkv.device, rope.device, &shape,
+                                 pos.device, n);
                 for (const Both<fp16> *out : {&q, &k, &v}) {
                     const std::vector<fp16> got = out->download();
                     equal = equal && !memcmp(got.data(), out->host, out->n * sizeof(fp16));
@@ -288,7 +298,29 @@ static void test_check_finite() {
     }
 }
 
-/* ---- sampling ------------------------------------------------------------------------------------------------ */
+static void test_drop_small() {
+    for (size_t count : {(size_t)1, (size_t)127, (size_t)129, (size_t)40001}) {
+        Both<fp16> x(count), out(count);
+        Both<float> threshold(1);
+        for (size_t i = 0; i < count; i++) {
+            x.host[i] = fp16_from_float(random_normal());
+        }
+        *threshold.host = fabsf(fp16_to_float(x.host[count / 2]));  // which is dropped: not above it
+        x.upload();
+        threshold.upload();
+        drop_small_cuda(&launch, out.device, x.device, count, threshold.device);
+        const std::vector<fp16> got = out.download();
+        bool ok = out.guard_intact();
+        for (size_t i = 0; i < count; i++) {
+            ok = ok && got[i] == (fabsf(fp16_to_float(x.host[i])) > *threshold.host ? x.host[i] : 0);
+        }
+        char name[64];
+        snprintf(name, sizeof name, "drop_small count %zu", count);
+        result(ok, name, "equal to its definition", 0, count);
+    }
+}
+
+/* ---- sampling ------------------------------------------------------------------------------------------ */
 
 typedef struct {
     SampleParams params;
@@ -301,9 +333,8 @@ static double margin_of(const float *logits, int n, const Draw &d) {
     for (int i = 0; i < n; i++) {
         order[(size_t)i] = i;
     }
-    std::sort(order.begin(), order.end(), [&](int a, int b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    });
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; });
     const SampleParams &p = d.params;
     const int kept = p.top_k > 0 && p.top_k < n ? p.top_k : n;
     std::vector<long double> weight((size_t)n, 0.0L);
@@ -340,8 +371,8 @@ static void compare_draws(const char *name, const Both<float> &logits, const std
     Both<int> tokens(draws.size());
     for (size_t i = 0; i < draws.size(); i++) {
         sample_cuda(&launch, logits.device, n, &draws[i].params, draws[i].step);
-        CUDA_CHECK(cudaMemcpyAsync(tokens.device + i, &launch.report->token, sizeof(int), cudaMemcpyDeviceToDevice,
-                                   launch.stream));
+        CUDA_CHECK(cudaMemcpyAsync(tokens.device + i, &launch.report->token, sizeof(int),
+                                   cudaMemcpyDeviceToDevice, launch.stream));
     }
     const std::vector<int> got = tokens.download();
     std::vector<int> want(draws.size());
@@ -359,9 +390,11 @@ static void compare_draws(const char *name, const Both<float> &logits, const std
             const double margin = p.temperature > 0 ? margin_of(logits.host, n, draws[i]) : 1;
             on_boundary += margin < 1e-12;
             if (margin >= 1e-12 && wrong++ < 5) {
-                printf("     %s: token %d instead of %d: t %g, top_p %.9g, top_k %d, seed %llu, step %llu, margin %g\n",
-                       name, got[i], want[i], p.temperature, p.top_p, p.top_k, (unsigned long long)p.seed,
-                       (unsigned long long)draws[i].step, margin);
+                printf(
+                    "     %s: token %d instead of %d: t %g, top_p %.9g, top_k %d, seed %llu, step %llu, "
+                    "margin %g\n",
+                    name, got[i], want[i], p.temperature, p.top_p, p.top_k, (unsigned long long)p.seed,
+                    (unsigned long long)draws[i].step, margin);
             }
         }
     }
@@ -377,12 +410,24 @@ static void fill_logits(float *logits, int n, Kind kind) {
     for (int i = 0; i < n; i++) {
         const float x = random_normal();
         switch (kind) {
-        case SPREAD: logits[i] = 3 * x; break;
-        case PEAKED: logits[i] = 3 * x + (random_below(500) == 0 ? 12 : 0); break;
-        case FLAT: logits[i] = 0.05f * x + 5; break;
-        case TIES: logits[i] = roundf(2 * x) / 2; break;
-        case EQUAL: logits[i] = -1.25f; break;
-        default: logits[i] = random_below(50) == 0 ? 4 * x : -0.5f; break;
+        case SPREAD:
+            logits[i] = 3 * x;
+            break;
+        case PEAKED:
+            logits[i] = 3 * x + (random_below(500) == 0 ? 12 : 0);
+            break;
+        case FLAT:
+            logits[i] = 0.05f * x + 5;
+            break;
+        case TIES:
+            logits[i] = roundf(2 * x) / 2;
+            break;
+        case EQUAL:
+            logits[i] = -1.25f;
+            break;
+        default:
+            logits[i] = random_below(50) == 0 ? 4 * x : -0.5f;
+            break;
         }
     }
 }
@@ -393,7 +438,8 @@ static void fill_logits(float *logits, int n, Kind kind) {
 
 static void test_sampling() {
     const int sizes[] = {1, 2, 31, 32, 33, 512, 1025, 4096, 4097, 32000, 50257, 128256, 262144};
-    const float temperatures[] = {0, 1e-8f, 0.5f, 0.8f, 1, 2}, top_ps[] = {1, 0.99999994f, 0.9f, 0.5f, 0.01f, 1e-12f};
+    const float temperatures[] = {0, 1e-8f, 0.5f, 0.8f, 1, 2},
+                top_ps[] = {1, 0.99999994f, 0.9f, 0.5f, 0.01f, 1e-12f};
     for (int n : sizes) {
         const int top_ks[] = {0, 1, 5, 40, n / 2, n - 1, n, n + 1};
         const int draws_each = n <= 512 ? 6 : n <= 4097 ? 2 : 1;
@@ -411,7 +457,8 @@ static void test_sampling() {
                         for (int i = 0; i < draws_each; i++) {
                             const uint64_t bits = (uint64_t)random_bits() << 32 | random_bits();
                             const uint64_t step = i % 2 ? bits : random_below(1000);
-                            draws.push_back({{t, top_p, top_k, random_below(2) ? bits * 3 : random_bits()}, step});
+                            draws.push_back(
+                                {{t, top_p, top_k, random_below(2) ? bits * 3 : random_bits()}, step});
                         }
                         if (n <= 4097) {
                             draws.push_back({{t, top_p, top_k, 0}, STEP_OF_ONE});
@@ -475,23 +522,30 @@ static void test_logits_that_are_not_finite() {
     }
 }
 
-static __global__ void first_words(uint32_t *words) {
+static __global__ void first_words(uint32_t *words, const uint64_t *seeds, const uint64_t *steps) {
     for (int i = threadIdx.x; i < PHILOX_CASES; i += blockDim.x) {
         curandStatePhilox4_32_10_t state;
-        curand_init(philox_case_seed(i), philox_case_step(i), 0, &state);
+        curand_init(seeds[i], steps[i], 0, &state);
         words[i] = curand(&state);
     }
 }
 
-/* The golden draws, as cuRAND makes them on this device and as sample_cuda uses them: among 2^16 equal logits the
- * draw u takes the id of its first 16 bits, counted from above. */
+/* The golden draws, as cuRAND makes them on this device and as sample_cuda uses them: among 2^16 equal logits
+ * the draw u takes the id of its first 16 bits, counted from above. */
 static void test_golden_draws() {
     Both<uint32_t> words(PHILOX_CASES);
-    first_words<<<1, 128, 0, launch.stream>>>(words.device);
+    Both<uint64_t> seeds(PHILOX_CASES), steps(PHILOX_CASES);
+    for (uint64_t i = 0; i < PHILOX_CASES; i++) {
+        seeds.host[i] = philox_case_seed(i);
+        steps.host[i] = philox_case_step(i);
+    }
+    seeds.upload();
+    steps.upload();
+    first_words<<<1, 128, 0, launch.stream>>>(words.device, seeds.device, steps.device);
     CUDA_CHECK_LAUNCH(launch.stream);
     const std::vector<uint32_t> got = words.download();
-    result(!memcmp(got.data(), philox_golden, sizeof philox_golden), "golden draws", "cuRAND on the device", 0,
-           PHILOX_CASES);
+    result(!memcmp(got.data(), philox_golden, sizeof philox_golden), "golden draws", "cuRAND on the device",
+           0, PHILOX_CASES);
 
     const int n = 1 << 16;
     Both<float> logits((size_t)n);
@@ -501,8 +555,8 @@ static void test_golden_draws() {
     for (uint64_t i = 0; i < PHILOX_CASES; i++) {
         const SampleParams params = {1, 1, 0, philox_case_seed(i)};
         sample_cuda(&launch, logits.device, n, &params, philox_case_step(i));
-        CUDA_CHECK(cudaMemcpyAsync(tokens.device + i, &launch.report->token, sizeof(int), cudaMemcpyDeviceToDevice,
-                                   launch.stream));
+        CUDA_CHECK(cudaMemcpyAsync(tokens.device + i, &launch.report->token, sizeof(int),
+                                   cudaMemcpyDeviceToDevice, launch.stream));
     }
     const std::vector<int> ids = tokens.download();
     bool ok = true;
@@ -513,10 +567,11 @@ static void test_golden_draws() {
     result(ok, "golden draws", "through sample_cuda", 0, PHILOX_CASES);
 }
 
-/* ---- times ------------------------------------------------------------------------------------------------------ */
+/* ---- times --------------------------------------------------------------------------------------------- */
 
 /* Microseconds of one launch among many in a graph: median of 15 replays after 3. */
-template <class Run> static double time_us(Run run) {
+template <class Run>
+static double time_us(Run run) {
     const int launches = 50;
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -591,8 +646,8 @@ static void time_all() {
             pos.upload();
             snprintf(name, sizeof name, "rope_append n %d, %d heads of 128", n, shape.n_heads);
             print_time(name, time_us([&](int) {
-                           rope_append_cuda(&launch, out.device, k.device, v.device, qkv.device, rope.device, &shape,
-                                            pos.device, n);
+                           rope_append_cuda(&launch, out.device, k.device, v.device, qkv.device, rope.device,
+                                            &shape, pos.device, n);
                        }),
                        18.0 * (double)count);
 
@@ -649,6 +704,7 @@ int main() {
     test_rope();
     test_swiglu();
     test_check_finite();
+    test_drop_small();
     test_golden_draws();
     test_logits_that_are_not_finite();
     test_sampling();
