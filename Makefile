@@ -58,7 +58,7 @@ CUDA_SOURCES = $(wildcard kernels/*.cu)
 ARCH ?= 80 86 89 90a
 GENCODE = $(if $(findstring compute_,$(ARCH)),-gencode arch=$(ARCH)$(comma)code=$(ARCH),$(foreach a,$(ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
 	$(if $(filter 80,$(ARCH)),-gencode arch=compute_80$(comma)code=compute_80))
-NVCCFLAGS = -std=c++17 -O3 -lineinfo $(GENCODE) -Xptxas=--warn-on-spills $(CUDA_DEFINES) -Xcompiler -Wall,-Wextra,-fopenmp
+NVCCFLAGS = -std=c++17 -O3 -lineinfo $(GENCODE) -Xfatbin=-compress-all -Xptxas=--warn-on-spills $(CUDA_DEFINES) -Xcompiler -Wall,-Wextra,-fopenmp
 CUDA_LIBS = -L$(CUDA_HOME)/lib64 -lcudart_static -lpthread -ldl -lrt
 endif
 

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
+#include <signal.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -198,7 +199,9 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
             *done = true;
             return OK;
         }
-        const int rc = parse_option(o, opt, argv[optind - 1], err);
+        const char letter[] = {'-', (char)optopt, 0};  // an unknown letter may stand among others
+        const bool unknown_letter = opt == '?' && optopt > 0 && optopt < OPT_TOKENS;
+        const int rc = parse_option(o, opt, unknown_letter ? letter : argv[optind - 1], err);
         if (rc) {
             return rc;
         }
@@ -328,9 +331,6 @@ static int ids_from_input(Ids *ids, const Run *run, const Bytes *input, const ch
     if (run->o.tokens) {
         return ids_from_raw(ids, input, name, run->model.config.vocab_size, err);
     }
-    if (!run->tokenizer) {
-        return error_set(err, ERR_USAGE, "%.200s has no tokenizer: give token ids with --tokens", run->o.model);
-    }
     int *text = NULL;
     size_t n = 0;
     char reason[200];
@@ -362,13 +362,15 @@ typedef struct {
     DecodeState decode;
     TextStream stream;
     TokenSink sink;
-    bool failed;  // stdout does not take more
+    int failure;  // errno of a failed write; stdout does not take more
 } Output;
 
 static void write_stdout(void *user, const char *bytes, size_t n) {
     Output *out = user;
     const double start = time_ms();
-    out->failed = out->failed || fwrite(bytes, 1, n, stdout) != n || fflush(stdout) != 0;
+    if (!out->failure && (fwrite(bytes, 1, n, stdout) != n || fflush(stdout) != 0)) {
+        out->failure = errno;
+    }
     out->sink.write_ms += time_ms() - start;
 }
 
@@ -377,7 +379,7 @@ static bool put_token(void *user, int id) {
     char text[TOKENIZER_MAX_PIECE];
     const size_t n = out->tokenizer ? tokenizer_decode(out->tokenizer, &out->decode, id, text)
                                     : (size_t)snprintf(text, sizeof text, "%d ", id);
-    return text_stream_put(&out->stream, text, n) || out->failed;
+    return text_stream_put(&out->stream, text, n) || out->failure;
 }
 
 /* The prompt goes through the decoder, so that what follows it is spaced right, and to a terminal. */
@@ -512,8 +514,8 @@ static int answer(Run *run, const Ids *prompt, bool last, Error *err) {
     if (!last || isatty(STDOUT_FILENO)) {
         write_stdout(&out, "\n", 1);
     }
-    if (!rc && out.failed) {
-        rc = error_set(err, ERR_WRITE, "standard output: %s", strerror(errno));
+    if (!rc && out.failure) {
+        rc = error_set(err, ERR_WRITE, "standard output: %s", strerror(out.failure));
     }
     if (!rc && run->chatty) {
         report_generation(run, &g);
@@ -601,6 +603,9 @@ static int load_tokenizer(Run *run, Error *err) {
     if (s && !tokenizer_load(&run->tokenizer, checkpoint_bytes(&run->ck, s), s->bytes, reason, sizeof reason)) {
         return error_set(err, ERR_FORMAT, "%.200s: tokenizer: %s", run->o.model, reason);
     }
+    if (!s && !run->o.tokens) {
+        return error_set(err, ERR_USAGE, "%.200s has no tokenizer: give token ids with --tokens", run->o.model);
+    }
     if (!s && run->o.n_stops > 0) {
         return error_set(err, ERR_USAGE, "--stop needs a tokenizer, and %.200s has none", run->o.model);
     }
@@ -660,11 +665,15 @@ int main(int argc, char **argv) {
     Run run = {0};
     Error err = {0};
     bool done = false;
+    signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a failed write like a full disk
     int rc = parse_arguments(&run.o, &done, argc, argv, &err);
     if (!rc && !done) {
         rc = set_up(&run, &err);
         rc = rc ? rc : run.o.ppl_file ? measure_perplexity(&run, &err) : answer_all(&run, &err);
         tear_down(&run);
+    }
+    if (!rc && fflush(stdout) != 0) {
+        rc = error_set(&err, ERR_WRITE, "standard output: %s", strerror(errno));
     }
     if (rc) {
         fprintf(stderr, "run: %s\n", err.text);

@@ -159,7 +159,10 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
             *done = true;
             return OK;
         }
-        const char *name = index >= 0 ? long_options[index].name : argv[optind - 1];
+        const char letter[] = {'-', (char)optopt, 0};  // an unknown letter may stand among others
+        const char *name = index >= 0                                        ? long_options[index].name
+                           : opt == '?' && optopt > 0 && optopt < OPT_SP ? letter
+                                                                          : argv[optind - 1];
         const int rc = parse_option(o, opt, name, err);
         if (rc) {
             return rc;
@@ -220,7 +223,7 @@ static int read_file(void **data, size_t *bytes, const char *path, Error *err) {
 static int choose_tokenizer(PackOptions *pack, void **owned, const Options *o, const Source *s, Error *err) {
     const char *from = o->tokenizer ? o->tokenizer : "tokenizer.model";
     *owned = NULL;
-    if (o->no_tokenizer || o->synthetic) {
+    if (o->no_tokenizer || (o->synthetic && !o->tokenizer)) {
         return OK;
     }
     pack->tokenizer = s->tokenizer;
@@ -228,6 +231,7 @@ static int choose_tokenizer(PackOptions *pack, void **owned, const Options *o, c
     if (o->tokenizer) {
         const int rc = read_file(owned, &pack->tokenizer_bytes, o->tokenizer, err);
         if (rc) {
+            error_prefix(err, "--tokenizer");
             return rc;
         }
         pack->tokenizer = *owned;

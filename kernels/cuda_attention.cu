@@ -4,14 +4,16 @@
  *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16, positions 0 .. *pos + n - 1 are filled
  *   head_dim          even, 2 .. 256; padded with zeros to PAD = 16, 32, 64, 128 or 256 on the chip
  *
- * What both kernels share. The query heads of one kv head (its group) are served together, so a key or value
- * that was fetched once serves them all. Softmax is online: a state (max, sum, out) with weights 2^(score - max)
- * is carried along the keys; scores are in units of log2(e), so that a weight is one ex2. The max starts at the
- * lowest finite float rather than at -infinity: then no difference of two maxima is NaN. A masked score is
- * -infinity, weight 0, while a score that is not finite by itself becomes NaN and spoils its row: the product
- * that reads the row reports it. What lies beyond the visible positions is never read: zeros stand for it.
- * Rows of the cache are 2 * head_dim bytes apart, so 16-byte accesses need head_dim % 8 == 0; otherwise they
- * are 4 bytes wide. Reference: attend() in cpu.c. Test: tests/gpu/attention_test.cu. */
+ * What both kernels share. The query heads of one kv head (its group) are served together, so a key or
+ * value that was fetched once serves them all. Softmax is online: a state (max, sum, out) with weights
+ * 2^(score - max) is carried along the keys; scores are in units of log2(e), so that a weight is one ex2.
+ * The max starts at the lowest finite float rather than at -infinity: then no difference of two maxima is
+ * NaN. A masked score is -infinity, weight 0, while a score that is not finite by itself becomes NaN and
+ * spoils its row: the product that reads the row reports it.
+ * What lies beyond the visible positions is never read: zeros stand for it.
+ * Rows of the cache are 2 * head_dim bytes apart, so 16-byte accesses need head_dim % 8 == 0; otherwise
+ * they are 4 bytes wide.
+ * Reference: attend() in cpu.c. Test: tests/gpu/attention_test.cu. */
 #include "cuda_ops.cuh"
 
 #include <float.h>
@@ -49,27 +51,30 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 /* x, but NaN for +-infinity: a score of -infinity would otherwise get weight 0 and be forgotten. */
-__device__ __forceinline__ float finite_or_nan(float x) { return fmaf(x, 0.0f, x); }
+__device__ __forceinline__ float finite_or_nan(float x) {
+    return fmaf(x, 0.0f, x);
+}
 
 /* Two neighbouring values as fp16. Rows and dims are even, so the address is a multiple of 4. */
 __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
     *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
 }
 
-/* ---- decode ---------------------------------------------------------------------------------------------------- */
+/* ---- decode ----------------------------------------------------------------------------------------- */
 
 /* One token. Bound by the bytes of the cache, 4 * head_dim per position and kv head.
  *
- * Grid (n_splits, n_kv_heads * sets), DECODE_THREADS a block. A set is up to HEADS query heads of a group; larger
- * groups take several sets, which then find keys and values in the L2 cache. n_splits follows from kv_len_max and
- * the device alone, so that a captured launch stays right: the blocks share out the real length, in whole batches,
- * and blocks left without work return at once.
- * PAD / 8 lanes hold one key, 16 bytes a lane; a warp takes 32 / (PAD / 8) neighbouring keys per load. A batch is
- * DECODE_UNROLL such loads of keys and as many of values by every warp, all in flight together. Each group of
- * lanes carries a state of its own over its keys: no barrier until the end.
+ * Grid (n_splits, n_kv_heads * sets), DECODE_THREADS a block. A set is up to HEADS query heads of a group;
+ * larger groups take several sets, which then find keys and values in the L2 cache. n_splits follows from
+ * kv_len_max and the device alone, so that a captured launch stays right: the blocks share out the real
+ * length, in whole batches, and blocks left without work return at once.
+ * Lanes: PAD / 8 of them hold one key, 16 bytes a lane, so a warp takes 256 / PAD neighbouring keys per
+ * load. A batch is DECODE_UNROLL such loads of keys and as many of values by every warp, all in flight
+ * together. Each group of lanes carries a state of its own over its keys: no barrier until the end.
  * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
- * splits through the workspace by the block of a set that arrives last, which also puts the set's counter back
- * to 0. Each of these sums has a fixed order: the result does not depend on who is last.
+ * splits through the workspace by the block of a set that arrives last, which also puts the set's counter
+ * back to 0. Each of these sums has a fixed order: the result does not depend on who is last.
+ * Shared: an out vector and a (max, sum) per warp and head, and the weights of what is being joined.
  * Workspace: (sets, n_splits, HEADS) out vectors of PAD floats, then as many (max, sum). */
 
 #define DECODE_WARPS 8
@@ -77,7 +82,8 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
 #define DECODE_UNROLL 4
 #define MAX_SPLITS 64
 
-template <int PAD, int HEADS> struct DecodeShape {
+template <int PAD, int HEADS>
+struct DecodeShape {
     static constexpr int LANES = PAD / CHUNK;  // that hold one key
     static constexpr int KEYS = 32 / LANES;    // of one load by a warp
     static constexpr int BATCH = DECODE_WARPS * KEYS * DECODE_UNROLL;
@@ -119,8 +125,8 @@ __device__ __forceinline__ void chunk_to_float(float (&f)[CHUNK], const uint4 &c
     }
 }
 
-/* weight[h][i] = how much partial i of n counts in the joined state of head h. A warp per head; the caller puts a
- * barrier behind it. */
+/* weight[h][i] = how much partial i of n counts in the joined state of head h. A warp per head; the caller
+ * puts a barrier behind it. */
 template <int HEADS>
 __device__ void join_states(float (&weight)[HEADS][MAX_SPLITS], SoftmaxState (&joined)[HEADS],
                             const SoftmaxState *partial, int n) {
@@ -157,7 +163,8 @@ __device__ __forceinline__ float4 join_quad(const float *weight, const float4 *p
 }
 
 /* Join the states of the lane groups of a warp: afterwards all of them hold the joined one. */
-template <int LANES> __device__ __forceinline__ void join_lanes(SoftmaxState &state, float (&out)[CHUNK]) {
+template <int LANES>
+__device__ __forceinline__ void join_lanes(SoftmaxState &state, float (&out)[CHUNK]) {
     float max = state.max;
 #pragma unroll
     for (int offset = LANES; offset < 32; offset *= 2) {
@@ -181,7 +188,7 @@ template <int LANES> __device__ __forceinline__ void join_lanes(SoftmaxState &st
 
 template <int PAD, int HEADS>
 __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOCKS_PER_SM))
-decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
+    decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
     using Shape = DecodeShape<PAD, HEADS>;
     __shared__ float4 warp_out[DECODE_WARPS][Shape::QUADS];
     __shared__ SoftmaxState warp_state[DECODE_WARPS][HEADS], joined[HEADS];
@@ -310,6 +317,7 @@ decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
         SoftmaxState *split_state =
             reinterpret_cast<SoftmaxState *>(workspace + (size_t)gridDim.y * n_splits * Shape::QUADS) +
             (size_t)set * n_splits * HEADS;
+#pragma unroll 1
         for (int i = threadIdx.x; i < Shape::QUADS; i += DECODE_THREADS) {
             split_out[split * Shape::QUADS + i] =
                 join_quad(weight[i * 4 / PAD], partial + i, Shape::QUADS, n_partial);
@@ -337,6 +345,7 @@ decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
         n_partial = n_active;
     }
     fp16 *set_out = a.out + head_start(a, 0, kv_head * a.group + first_head);
+#pragma unroll 1
     for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
         const int h = i * 4 / PAD, d = i * 4 % PAD;
         const float4 v = join_quad(weight[h], partial + i, Shape::QUADS, n_partial);
@@ -350,7 +359,8 @@ decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
     }
 }
 
-template <int PAD, int HEADS> void launch_decode(const CudaLaunch *c, const Attention &a, int kv_len_max) {
+template <int PAD, int HEADS>
+void launch_decode(const CudaLaunch *c, const Attention &a, int kv_len_max) {
     using Shape = DecodeShape<PAD, HEADS>;
     const size_t sets = (size_t)(a.n_heads / a.group) * ceil_div((size_t)a.group, HEADS);
     // One wave of blocks, each with a batch at least.
@@ -365,22 +375,24 @@ template <int PAD, int HEADS> void launch_decode(const CudaLaunch *c, const Atte
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- prefill --------------------------------------------------------------------------------------------------- */
+/* ---- prefill ---------------------------------------------------------------------------------------- */
 
 /* Many tokens: flash attention on Tensor Cores (mma.sync m16n8k16, fp16 in, fp32 sums).
  *
- * A kv head has n * group query rows, row r = token r / group, head r % group of the group: so the heads of a group
- * share the loads of keys and values. Grid (n_kv_heads, ceil(n * group / ROWS)), PREFILL_THREADS a block; the rows
- * that see most come first, so that the short blocks fill the gaps at the end. A block owns ROWS rows, a warp
- * ROW_TILES tiles of 16 of them, and walks over tiles of KEYS positions up to the last one that its rows see.
- * Shared: the query rows, then STAGES tiles of keys, then STAGES of values; rows of PAD fp16, swizzled.
- * Stages: while tile t is multiplied, cp.async brings tile t + 1 into the other stage. The one barrier per tile says
- * both that tile t has arrived for everyone and that everyone is done with tile t - 1, whose place t + 1 takes.
- * Per tile and warp: scores S = Q K^T in registers | mask, where the diagonal crosses | online softmax; the four
- * lanes that share a row agree on its max | P rounded to fp16, whose registers are the next operand as they lie |
- * O += P V. Sums of weights stay per lane until the end. Every sum's order follows from the shapes.
- * Rows beyond n * group and positions that no row of the block sees are zeros in shared memory: no NaN of unwritten
- * cache reaches P V as 0 * NaN.
+ * A kv head has n * group query rows, row r = token r / group, head r % group of the group: so the heads of
+ * a group share the loads of keys and values. Grid (n_kv_heads, ceil(n * group / ROWS)), PREFILL_THREADS a
+ * block; the rows that see most come first, so that the short blocks fill the gaps at the end. A block owns
+ * ROWS rows, a warp ROW_TILES tiles of 16 of them, and walks over tiles of KEYS positions up to the last
+ * one that its rows see.
+ * Shared: the query rows, STAGES tiles of keys, STAGES tiles of values; rows of PAD fp16, swizzled.
+ * Stages: while tile t is multiplied, cp.async brings tile t + 1 into the other stage. The one barrier per
+ * tile says both that tile t has arrived for everyone and that everyone is done with tile t - 1, whose place
+ * tile t + 1 takes.
+ * Per tile and warp: scores S = Q K^T in registers | mask, where the diagonal crosses | online softmax; the
+ * four lanes that share a row agree on its max | P rounded to fp16, whose registers are the next operand as
+ * they lie | O += P V. Sums of weights stay per lane until the end. The shapes fix the order of every sum.
+ * Rows beyond n * group and positions that no row of the block sees are zeros in shared memory: no NaN of
+ * unwritten cache reaches P V as 0 * NaN.
  * Flops: 4 * head_dim per visible pair of row and position. */
 
 #define PREFILL_WARPS 4
@@ -388,7 +400,8 @@ template <int PAD, int HEADS> void launch_decode(const CudaLaunch *c, const Atte
 #define STAGES 2
 #define MMA_ROWS 16  // rows of a query tile, and keys or dims of one ldmatrix.x4 of K or V
 
-template <int PAD> struct PrefillShape {
+template <int PAD>
+struct PrefillShape {
     // 32 rows a warp halve the shared-memory reads per product; at 256 dims registers allow 16 only.
     static constexpr int ROW_TILES = PAD <= 128 ? 2 : 1;
     static constexpr int ROWS = PREFILL_WARPS * ROW_TILES * MMA_ROWS;
@@ -402,10 +415,11 @@ template <int PAD> struct PrefillShape {
     static_assert(K_START % ROW_BYTES == 0 && TILE_BYTES % ROW_BYTES == 0, "tiles start where a row could");
 };
 
-/* Byte offset of a chunk in a tile. Chunks are swapped about within their row so that the same chunk of 8 rows in
- * turn, what one phase of ldmatrix reads, lies in 8 different sixteenths of the 32 banks. The pattern repeats every
- * 8 rows; it is an exclusive or, so offset(row, chunk ^ c) = offset(row, chunk) ^ 16 c. */
-template <int PAD> __device__ __forceinline__ unsigned chunk_offset(unsigned row, unsigned chunk) {
+/* Byte offset of a chunk in a tile. Chunks are swapped about within their row so that the same chunk of 8
+ * rows in turn, what one phase of ldmatrix reads, lies in 8 different groups of 4 banks. The pattern repeats
+ * every 8 rows, and being an exclusive or it commutes: offset(row, chunk ^ c) = offset(row, chunk) ^ 16 c. */
+template <int PAD>
+__device__ __forceinline__ unsigned chunk_offset(unsigned row, unsigned chunk) {
     constexpr unsigned chunks = PrefillShape<PAD>::CHUNKS, swapped = chunks < 8 ? chunks : 8;
     constexpr unsigned rows_per_line = 8 / swapped;  // rows in the 128 bytes that span all banks
     return row * PrefillShape<PAD>::ROW_BYTES + (chunk ^ row / rows_per_line % swapped) * 16;
@@ -416,7 +430,8 @@ template <int BYTES>
 __device__ __forceinline__ void copy_async_or_zero(unsigned shared, const void *global, bool present) {
     const int from_global = present ? BYTES : 0;
     if (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(from_global)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                     "r"(from_global)
                      : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES),
@@ -438,8 +453,9 @@ __device__ __forceinline__ void copy_chunk(unsigned shared, const fp16 *chunk, i
     }
 }
 
-/* Start the copies of a tile of positions of keys and of values, in caches of this kv head that begin at start;
- * zeros from end on. Not unrolled: addresses held for later would cost the registers that the sums need. */
+/* Start the copies of a tile of positions of keys and of values, in caches of this kv head that begin at
+ * start; zeros from end on. Not unrolled: addresses held for later would cost the registers that the sums
+ * need. */
 template <int PAD>
 __device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, const Attention &a, size_t start,
                                            int first, int end) {
@@ -457,8 +473,8 @@ __device__ __forceinline__ void copy_tiles(unsigned k_tile, unsigned v_tile, con
     }
 }
 
-/* Four 8 x 8 matrices of fp16: lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix the
- * values 2 (l % 4) and the next of row l / 4. */
+/* Four 8 x 8 matrices of fp16: lane l gives the address of row l % 8 of matrix l / 8 and gets of each
+ * matrix the values 2 (l % 4) and the next of row l / 4. */
 __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -472,9 +488,10 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsig
                  : "r"(shared));
 }
 
-/* c (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds columns 2 (l % 4) and the next of rows l / 4 (c[0], c[1]) and
- * l / 4 + 8 (c[2], c[3]). */
-__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+/* c (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds columns 2 (l % 4) and the next of rows l / 4 (c[0],
+ * c[1]) and l / 4 + 8 (c[2], c[3]). */
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                             unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -486,7 +503,8 @@ __device__ __forceinline__ unsigned pack_pair(float low, float high) {
     return *reinterpret_cast<const unsigned *>(&pair);
 }
 
-template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill_kernel(const Attention a) {
+template <int PAD>
+__global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill_kernel(const Attention a) {
     using Shape = PrefillShape<PAD>;
     constexpr int ROW_TILES = Shape::ROW_TILES, KEYS = Shape::KEYS, ROW_BYTES = Shape::ROW_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];  // a multiple of every ROW_BYTES
@@ -494,7 +512,8 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_head = (int)blockIdx.x, n_rows = a.n * a.group, pos = *a.pos;
     const int first_row = (int)(gridDim.y - 1 - blockIdx.y) * Shape::ROWS;
-    const int kv_end = pos + min(first_row + Shape::ROWS - 1, n_rows - 1) / a.group + 1;  // that the block sees
+    const int last_row = min(first_row + Shape::ROWS, n_rows) - 1;
+    const int kv_end = pos + last_row / a.group + 1;  // positions that the block sees
     const size_t start = cache_start(a, kv_head);
     const unsigned q_tile = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned k_tiles = q_tile + Shape::K_START, v_tiles = q_tile + Shape::V_START;
@@ -508,7 +527,7 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
     copy_tiles<PAD>(k_tiles, v_tiles, a, start, 0, kv_end);
     copy_async_commit();
 
-    // The softmax of the lane's two rows of each row tile, max in units of log2(e), and two values each per 8 dims.
+    // The softmax of the lane's two rows of each row tile: max as an exponent of 2, out in pairs per 8 dims.
     const int warp_row = first_row + warp * ROW_TILES * MMA_ROWS;
     float max[ROW_TILES][2], sum[ROW_TILES][2], out[ROW_TILES][PAD / 8][4] = {};
 #pragma unroll
@@ -520,8 +539,9 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
     const int visible_to_all = pos + warp_row / a.group + 1;
     const int visible_to_any = warp_row < n_rows ? pos + warp_last_row / a.group + 1 : 0;
 
-    // What the lane addresses in ldmatrix. Q and V: matrices 0 and 1 are rows 0 and 8 on, 2 and 3 the next chunk; K:
-    // matrices 0 and 1 are two chunks of the same 8 keys, 2 and 3 of the next. Further chunks: see chunk_offset.
+    // What the lane addresses in ldmatrix. Q and V: matrices 0 and 1 are rows 0 .. 7 and 8 .. 15, 2 and 3
+    // their next chunk; K: matrices 0 and 1 are two chunks of keys 0 .. 7, 2 and 3 of keys 8 .. 15. For
+    // further chunks see chunk_offset.
     const int near_rows = lane % 16, near_chunk = lane / 16;
     const unsigned q_lane = q_tile + chunk_offset<PAD>(warp * ROW_TILES * MMA_ROWS + near_rows, near_chunk);
     const unsigned k_lane = k_tiles + chunk_offset<PAD>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -669,7 +689,8 @@ template <int PAD> __global__ void __launch_bounds__(PREFILL_THREADS, 2) prefill
     }
 }
 
-template <int PAD> void launch_prefill(const CudaLaunch *c, const Attention &a) {
+template <int PAD>
+void launch_prefill(const CudaLaunch *c, const Attention &a) {
     using Shape = PrefillShape<PAD>;
     const size_t blocks = ceil_div((size_t)a.n * (size_t)a.group, Shape::ROWS);
     CHECK(blocks < 65536);  // grid.y
@@ -681,10 +702,11 @@ template <int PAD> void launch_prefill(const CudaLaunch *c, const Attention &a) 
     CUDA_CHECK_LAUNCH(c->stream);
 }
 
-/* ---- both ------------------------------------------------------------------------------------------------------ */
+/* ---- both ------------------------------------------------------------------------------------------- */
 
-template <int PAD> void launch(const CudaLaunch *c, const Attention &a, int kv_len_max) {
-    constexpr int MOST_HEADS = PAD <= 128 ? 8 : 4;  // whose out vectors fit in static shared memory, a copy per warp
+template <int PAD>
+void launch(const CudaLaunch *c, const Attention &a, int kv_len_max) {
+    constexpr int MOST_HEADS = PAD <= 128 ? 8 : 4;  // whose out vectors, one per warp, fit in shared memory
     if (a.n > 1) {
         launch_prefill<PAD>(c, a);
     } else if (a.group == 1) {

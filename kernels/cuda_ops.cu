@@ -275,7 +275,7 @@ void swiglu_cuda(const CudaLaunch *c, fp16 *out, const float *y, size_t count) {
 
 /* ---- check of inputs ----------------------------------------------------------------------------------- */
 
-/* check_finite: note code in the report if an element of x (count) fp16 is not finite.  Bytes: 2 an element. */
+/* check_finite: note code if an element of x (count) fp16 is not finite.   Bytes: 2 an element. */
 static __global__ void check_finite_kernel(DeviceReport *__restrict__ report, const fp16 *__restrict__ x,
                                            size_t count, unsigned code) {
     const size_t at = ((size_t)blockIdx.x * THREADS + threadIdx.x) * VECTOR;

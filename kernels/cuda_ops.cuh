@@ -47,6 +47,7 @@ typedef struct {
     cudaStream_t stream;
     int n_sms;
     size_t shared_per_block;   // most shared memory that one block can have
+    bool overlap;              // may a kernel start before the previous one ends (compute capability 9.0)?
     float *workspace;          // partial sums; contents are nobody's between launches
     size_t workspace_bytes;
     unsigned *counters;        // N_COUNTERS zeros; a kernel that counts with them leaves zeros behind
@@ -108,6 +109,40 @@ void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const M
 /* ---- device helpers -------------------------------------------------------------------------------------------- */
 
 #ifdef __CUDACC__
+
+/* Launch a kernel that may start while the one before it still runs (programmatic dependent launch, sm_90): it must
+ * call wait_for_previous() before it reads or writes anything that the previous kernels touch. On older devices an
+ * ordinary launch, where the two functions do nothing. */
+template <typename... Parameters, typename... Arguments>
+void launch_overlapped(const CudaLaunch *c, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
+                       size_t shared_bytes, Arguments... arguments) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = c->stream;
+    config.attrs = &overlap;
+    config.numAttrs = c->overlap ? 1 : 0;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+    CUDA_CHECK_LAUNCH(c->stream);
+}
+
+/* All that the kernels before this one wrote is there. */
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next kernel may begin to start: its blocks come when all of ours have called this and there is room. */
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ float warp_sum(float v) {
     for (int offset = 16; offset > 0; offset /= 2) {

@@ -121,7 +121,7 @@ static __device__ float draw_uniform(uint64_t seed, uint64_t step) {
 /* ---- the block at work --------------------------------------------------------------------------------- */
 
 /* Call use(id, logit, valid) for ids first .. last and a few beside them, so that all lanes of a warp call
- * together; valid: the id exists. A thread takes 4 logits with a load, VECTORS loads are on their way at once. */
+ * together; valid: the id exists. A thread takes 4 logits with a load, VECTORS loads are under way. */
 template <int VECTORS, class Use>
 static __device__ __forceinline__ void for_each_logit(const Candidates &c, int first, int last, Use use) {
     for (int row = first / 4 * 4; row <= last; row += VECTORS * THREADS * 4) {
@@ -314,7 +314,8 @@ static __device__ uint64_t select(Shared &s, const Candidates &c, uint64_t least
             });
         }
         __syncthreads();
-        want = find_bin(s, [&](uint64_t total) { return want > 0 ? want : wanted(total); }) - s.before;
+        want = find_bin(s, [&](uint64_t total) { return want > 0 ? want : wanted(total); });
+        want -= s.before;
         most -= (uint64_t)s.found << shift;
         const uint64_t width = (uint64_t)1 << shift;
         least = most - least < width ? least : most - (width - 1);

@@ -26,6 +26,8 @@
  *
  * Bytes: active columns' values and bitmaps, all their ColInfo, the offsets of their GTiles, x once a tile row (L2).
  * Reference: kernels/cpu.c (cbc_product). Test: tests/test_kernels.c. Measured: tests/bench/NOTES.md. */
+#include <math.h>
+
 #include "cuda_ops.cuh"
 
 namespace {
@@ -43,6 +45,8 @@ constexpr int HALVES = 2;          // of a tile: 128 rows, 4 for each lane
 constexpr int INDEX_STRIDE = 8 * GROUPS + 16;  // bytes of one column's index: 16 more keep the banks apart
 constexpr int RING_SLACK = 16;     // a decode may read past the last value of the last slot
 constexpr int MAX_SLICE = 4096;    // columns
+constexpr int STATIC_SHARED = 1024; // bytes that the kernel's own variables and the driver take, generously
+constexpr int MIN_BLOCKS = 4;      // that shall fit on an SM: bounds the registers
 
 static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane decodes 4 bits of a bitmap word in each half of the tile");
 static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, "flushes fall between stages");
@@ -208,7 +212,7 @@ __device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HA
 }
 
 template <Epilogue EPILOGUE>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     spmspv_kernel(void *__restrict__ out, const TiledCbc w, const fp16 *__restrict__ x,
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
@@ -223,6 +227,9 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x < 16) {
         selectors[threadIdx.x] = make_selector(threadIdx.x);
     }
+
+    wait_for_previous();  // x, the workspace and the counters are the previous kernels'
+    let_next_start();
 
     // compact (its barriers also publish the selectors)
     const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
@@ -393,49 +400,43 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Columns of a slice: as many slices as fill the GPU's blocks in whole waves, weighed against what each block costs
- * before it multiplies (in columns: compaction and the first loads take about as long as OVERHEAD_COLUMNS). */
-int choose_slice(const CudaLaunch *c, const Matrix *w, int blocks_per_sm) {
-    constexpr int OVERHEAD_COLUMNS = 256, STEP = 32;
-    const int cols = (int)w->cols, tile_rows = (int)tiled_cbc_tile_rows(w->rows);
-    const int resident = blocks_per_sm * c->n_sms;
-    const size_t padded_bytes = (size_t)tile_rows * TILE_M * sizeof(float);
-    int best = cols, best_cost = INT32_MAX;
-    for (int slice = STEP; slice < cols + STEP && slice <= MAX_SLICE; slice += STEP) {
-        const int slices = (cols + slice - 1) / slice;
-        const int waves = (tile_rows * slices + resident - 1) / resident;
-        const int cost = waves * (slice + OVERHEAD_COLUMNS);
-        if (cost <= best_cost && (size_t)slices * padded_bytes <= c->workspace_bytes) {
+/* Columns of a slice. The fullest SM decides: it computes its blocks' columns, at least BUSY_BLOCKS blocks' worth since
+ * fewer cannot hide each other's waiting; every block costs some columns before it multiplies, every slice some in the
+ * final sum. The constants fit measured times of 14 shapes to 2.3 % of the best width (tests/bench/NOTES.md). */
+int choose_slice(const CudaLaunch *c, const Matrix *w) {
+    constexpr double BUSY_BLOCKS = 3, BLOCK_COLUMNS = 192, SLICE_COLUMNS = 32;
+    constexpr size_t STEP = 32;
+    const size_t tile_rows = tiled_cbc_tile_rows(w->rows), most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
+    size_t best = 0;
+    double best_cost = INFINITY;
+    for (size_t slices = 1; slices <= min_size(most, ceil_div(w->cols, STEP)); slices++) {
+        const size_t slice = round_up(ceil_div(w->cols, slices), STEP);
+        const double per_sm = (double)ceil_div(tile_rows * slices, (size_t)c->n_sms);
+        const double cost = (double)slice * fmax(per_sm, BUSY_BLOCKS) + BLOCK_COLUMNS * per_sm + SLICE_COLUMNS * (double)slices;
+        if (slice <= MAX_SLICE && cost < best_cost) {
             best = slice;
             best_cost = cost;
         }
     }
-    CHECK(best_cost < INT32_MAX);
-    return best;
+    CHECK(best > 0);
+    return (int)best;
 }
 
 template <Epilogue EPILOGUE>
 void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, const float *threshold, int slice_cols) {
     const auto kernel = spmspv_kernel<EPILOGUE>;
-    const int slot_bytes = (int)round_up(w->cbc.max_col_values * sizeof(fp16), 16) + (w->cbc.max_col_values == 0 ? 16 : 0);
-    if (slice_cols == 0) {
-        // Blocks that fit on an SM, with a list of middling length: the list is the smallest part of shared memory.
-        int blocks_per_sm;
-        const int bytes = shared_layout(512, slot_bytes).total;
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)c->shared_per_block - 1024));
-        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, THREADS, bytes));
-        CHECK(blocks_per_sm > 0);
-        slice_cols = choose_slice(c, w, blocks_per_sm);
-    }
-    const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
+    // At least one piece: lanes without a column still point at a slot.
+    const int slot_bytes = (int)(max_size(w->cbc.max_col_values, COLUMN_ALIGN) * sizeof(fp16));
+    slice_cols = slice_cols > 0 ? slice_cols : choose_slice(c, w);
     const Layout layout = shared_layout(slice_cols, slot_bytes);
-    CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + 1024 <= c->shared_per_block);
-    CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float) && (uintptr_t)x % sizeof(fp16) == 0);
+    const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
+    CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
+    CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
     CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
-    kernel<<<grid, THREADS, layout.total, c->stream>>>(out, w->cbc, x, threshold, slice_cols, slot_bytes, c->workspace,
-                                                       c->counters, c->report, fault_code(w), w->site);
-    CUDA_CHECK_LAUNCH(c->stream);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)c->shared_per_block - STATIC_SHARED));
+    launch_overlapped(c, kernel, grid, THREADS, (size_t)layout.total, out, w->cbc, x, threshold, slice_cols, slot_bytes,
+                      c->workspace, c->counters, c->report, fault_code(w), (int)w->site);
 }
 
 }  // namespace

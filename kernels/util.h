@@ -48,6 +48,7 @@ void error_prefix(Error *err, const char *prefix);
 static inline size_t ceil_div(size_t a, size_t b) { return a / b + (a % b != 0); }
 static inline size_t round_up(size_t a, size_t multiple) { return ceil_div(a, multiple) * multiple; }
 static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
 /* *product = a * b; false, with *product untouched, when it does not fit. */
 static inline bool size_mul(size_t *product, size_t a, size_t b) {

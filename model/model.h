@@ -63,7 +63,8 @@ void model_free(Model *m);
  * Does not wait; a number that is not finite is reported by backend finish(). */
 void model_forward(Model *m, const int *ids, int n, int pos);
 
-/* Prefill any number of tokens in chunks. Logits of the last token are left in row 0.
+/* Prefill any number of tokens in chunks. Logits of the last token are left in row 0 (of the last chunk's tokens, if
+ * loaded with all_logits).
  * Returns 0 or ERR_NUMBER. */
 int model_prefill(Model *m, const int *ids, int n, int pos, Error *err);
 

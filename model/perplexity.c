@@ -2,11 +2,16 @@
 
 #include <math.h>
 
-/* -log softmax(logits)[target], sums in double. */
+/* -log softmax(logits)[target], sums in double; NAN if a logit is not finite. */
 static double negative_log_likelihood(const float *logits, size_t n, int target) {
     float max = logits[0];
-    for (size_t i = 1; i < n; i++) {
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) {
         max = fmaxf(max, logits[i]);
+        finite &= isfinite(logits[i]) != 0;
+    }
+    if (!finite) {
+        return NAN;
     }
     double sum = 0;
     for (size_t i = 0; i < n; i++) {

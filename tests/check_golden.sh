@@ -1,7 +1,7 @@
 #!/bin/sh
-# The complete perplexity check, some minutes: 64 windows of 512 tokens of text that the models have not seen, for
-# two models in two storages, against the float32 mean that golden.json records. For `make test-golden`, not for
-# `make test`. BIN is where run and convert are, BUILD where scratch files may go.
+# The complete perplexity check, some minutes: 64 windows of 512 tokens of text that the models have not seen,
+# for two models in two storages, against the float32 mean that golden.json records. For `make test-golden`,
+# not for `make test`. BIN is where run and convert are, BUILD where scratch files may go.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 bin=$(cd "${BIN:-.}" && pwd) scratch=${BUILD:-build}/check_golden

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Every command of README.md runs: each fenced block that opens with ```sh is a script. They run one after
-# the other in a tree of links to the repository, so that what they write stays out of it. Blocks opened with
-# ```sh install are left out: they change the machine. Prints "ok", "not ok" or "skip" for each block. BIN is
-# where run and convert are, BUILD where scratch files may go.
+# Every command of README.md runs: each fenced block that opens with ```sh is a script. They run one after the
+# other in a tree of links to the repository, so that what they write stays out of it. Blocks that open with a
+# further word are left out: ```sh install changes the machine, ```sh tests would start all this again. Prints
+# "ok", "not ok" or "skip" for each block. BIN is where run and convert are, BUILD where scratch files may go.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 if [ ! -r README.md ] || [ -n "${README_RUNS:-}" ]; then

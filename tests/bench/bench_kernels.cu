@@ -1,12 +1,13 @@
 /* bench_kernels: time of the decode kernels over the shapes of real models, beside cuBLAS and the read ceiling.
  *
- *   bench_kernels CSV [--quick] [--sweep]
+ *   bench_kernels CSV [--quick] [--sweep] [--only ROW]
  *
  * A figure is the median over replays of a graph whose launches rotate among copies of the matrix that together
  * exceed the L2 several times; the ratio to cuBLAS and the share of the ceiling are of the same process. Weights and
  * inputs are random normal numbers; the smallest weights are cut to reach the static ratio, and the threshold is the
  * quantile of |x| for the dynamic one. Each product is compared with double precision, element by element.
- * --quick: only the setting .5/.5. --sweep: times for every width of a slice, to tune the choice. */
+ * --quick: only the setting .5/.5. --sweep: times for every width of a slice, to tune the choice. --only: one
+ * shape of the table, counted from 0. */
 #include <math.h>
 #include <string.h>
 #include <time.h>
@@ -306,20 +307,23 @@ static double bench_sparse(Bench *b, const Shape &s, const Setting &set, std::ve
 
 int main(int argc, char **argv) {
     if (argc < 2) {
-        fprintf(stderr, "usage: bench_kernels CSV [--quick] [--sweep]\n");
+        fprintf(stderr, "usage: bench_kernels CSV [--quick] [--sweep] [--only ROW]\n");
         return 2;
     }
     bool quick = false;
+    int only = -1;
     Bench b = {};
     for (int i = 2; i < argc; i++) {
         quick |= strcmp(argv[i], "--quick") == 0;
         b.sweep |= strcmp(argv[i], "--sweep") == 0;
+        only = strcmp(argv[i], "--only") == 0 && i + 1 < argc ? atoi(argv[i + 1]) : only;
     }
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     CUDA_CHECK(cudaStreamCreateWithFlags(&b.c.stream, cudaStreamNonBlocking));
     b.c.n_sms = properties.multiProcessorCount;
     b.c.shared_per_block = properties.sharedMemPerBlockOptin;
+    b.c.overlap = properties.major >= 9;
     b.c.workspace_bytes = (size_t)64 << 20;
     CUDA_CHECK(cudaMalloc(&b.c.workspace, b.c.workspace_bytes));
     CUDA_CHECK(cudaMalloc(&b.c.counters, N_COUNTERS * sizeof(unsigned)));
@@ -346,6 +350,9 @@ int main(int argc, char **argv) {
     int n_shapes = 0;
     double gemv_log = 0;
     for (const Shape &s : shapes) {
+        if (only >= 0 && &s != &shapes[only]) {
+            continue;
+        }
         std::vector<fp16> w((size_t)s.rows * s.cols), x(s.cols);
         random_normal(w.data(), w.size(), 1);
         random_normal(x.data(), x.size(), 2);

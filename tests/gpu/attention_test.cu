@@ -1,9 +1,11 @@
-/* attention_test.cu: attention_cuda against softmax attention in double precision on the same fp16 inputs, over
- * head sizes, groups, chunk lengths and positions; exact cases; faults; graph replay; repeats; then times. */
+/* attention_test.cu: attention_cuda against softmax attention in double precision on the same fp16 inputs,
+ * over head sizes, groups, chunk lengths and positions; exact cases; faults; graph replay; repeats; then
+ * times. */
 #include <math.h>
 #include <string.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <vector>
 
 #include "../../kernels/cuda_ops.cuh"
@@ -33,12 +35,16 @@ uint32_t random_bits() {
 /* About normal, variance 1. */
 float random_normal() {
     const uint32_t a = random_bits(), b = random_bits();
-    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) * (1.7320508f / 65536);
+    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) *
+           (1.7320508f / 65536);
 }
 
-float random_integer() { return (float)(random_bits() % 5) - 2; }
+float random_integer() {
+    return (float)(random_bits() % 5) - 2;
+}
 
-template <typename Draw> std::vector<fp16> random_values(size_t count, float factor, Draw draw) {
+template <typename Draw>
+std::vector<fp16> random_values(size_t count, float factor, Draw draw) {
     std::vector<fp16> v(count);
     for (fp16 &h : v) {
         h = fp16_from_float(factor * draw());
@@ -46,17 +52,20 @@ template <typename Draw> std::vector<fp16> random_values(size_t count, float fac
     return v;
 }
 
-template <typename T> T *device_alloc(size_t count) {
+template <typename T>
+T *device_alloc(size_t count) {
     void *p;
     CUDA_CHECK(cudaMalloc(&p, count * sizeof(T)));
     return (T *)p;
 }
 
-template <typename T> void upload(T *to, const T *from, size_t count) {
+template <typename T>
+void upload(T *to, const T *from, size_t count) {
     CUDA_CHECK(cudaMemcpy(to, from, count * sizeof(T), cudaMemcpyHostToDevice));
 }
 
-template <typename T> std::vector<T> download(const T *from, size_t count) {
+template <typename T>
+std::vector<T> download(const T *from, size_t count) {
     std::vector<T> v(count);
     CUDA_CHECK(cudaMemcpy(v.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost));
     return v;
@@ -77,8 +86,8 @@ CudaLaunch make_launch() {
     return c;
 }
 
-/* Queries by absolute position, and a cache of every position, on the host; the same on the device, where what
- * lies beyond the visible positions is poisoned before every call. */
+/* Queries by absolute position, and a cache of every position, on the host; the same on the device, where
+ * what lies beyond the visible positions is poisoned before every call. */
 struct Problem {
     const CudaLaunch *c;
     AttentionShape shape;
@@ -110,7 +119,8 @@ struct Problem {
     }
     size_t cache_size() const { return row(shape.n_kv_heads, 0); }
 
-    template <typename Draw> void fill(float q_factor, Draw draw) {
+    template <typename Draw>
+    void fill(float q_factor, Draw draw) {
         q = random_values(q_width() * (size_t)shape.seq_len, q_factor, draw);
         k = random_values(cache_size(), 1, draw);
         v = random_values(cache_size(), 1, draw);
@@ -155,7 +165,8 @@ std::vector<double> reference(const Problem &p, const std::vector<char> &wanted)
         std::vector<double> score((size_t)at + 1);
         double query[256], max = -INFINITY, sum = 0, acc[256] = {0};
         for (int d = 0; d < hd; d++) {
-            query[d] = fp16_to_float(p.q[(size_t)at * p.q_width() + (size_t)(head * hd + d)]) / sqrt((double)hd);
+            query[d] =
+                fp16_to_float(p.q[(size_t)at * p.q_width() + (size_t)(head * hd + d)]) / sqrt((double)hd);
         }
         for (int j = 0; j <= at; j++) {
             const float *key = &kf[p.row(head / group, j)];
@@ -202,7 +213,9 @@ double worst_share(const std::vector<fp16> &got, const double *want, double tole
     return worst;
 }
 
-double bound_of(int n) { return n == 1 ? 1e-3 : 2e-3; }
+double bound_of(int n) {
+    return n == 1 ? 1e-3 : 2e-3;
+}
 
 const int all_n[] = {1, 2, 7, 16, 17, 33, 64, 65, 130, 257};
 const int all_pos[] = {0, 1, 63, 64, 511, 1300};
@@ -260,8 +273,8 @@ void test_against_reference(const CudaLaunch *c) {
     report(0, "counters are zero again");
 }
 
-/* Equal weights: q = 0, the mean of integers over a power of two of positions. One weight: a key far ahead of all
- * others, its value itself. */
+/* Equal weights: q = 0, the mean of integers over a power of two of positions. One weight: a key far ahead of
+ * all others, its value itself. */
 void test_exact(const CudaLaunch *c) {
     for (const int head_dim : head_dims) {
         for (const int n : {1, 2, 100}) {
@@ -277,7 +290,8 @@ void test_exact(const CudaLaunch *c) {
                     for (int j = 0; j < 256; j++) {
                         sum += fp16_to_float(p.v[p.row(h / 2, j) + (size_t)d]);
                     }
-                    const float mean = fp16_to_float(got[(size_t)(n - 1) * p.q_width() + (size_t)(h * head_dim + d)]);
+                    const float mean =
+                        fp16_to_float(got[(size_t)(n - 1) * p.q_width() + (size_t)(h * head_dim + d)]);
                     same = same && mean == fp16_to_float(fp16_from_float(sum / 256));
                 }
             }
@@ -336,7 +350,8 @@ void test_faults(const CudaLaunch *c) {
                 for (int h = 0; h < 4; h++) {
                     bool finite = true;
                     for (int d = 0; d < 64; d++) {
-                        finite = finite && fp16_is_finite(got[(size_t)t * p.q_width() + (size_t)(h * 64 + d)]);
+                        finite =
+                            finite && fp16_is_finite(got[(size_t)t * p.q_width() + (size_t)(h * 64 + d)]);
                     }
                     right = right && finite == (h < 2);
                 }
@@ -375,8 +390,8 @@ void test_graph(const CudaLaunch *c) {
             CUDA_CHECK(cudaGraphLaunch(exec, c->stream));
             CUDA_CHECK(cudaStreamSynchronize(c->stream));
             const std::vector<fp16> got = download(p.dout, p.q_width());
-            worst = std::max(worst, got == direct ? worst_share(got, &want[(size_t)pos * p.q_width()], bound_of(1),
-                                                                max_magnitude(p.v))
+            worst = std::max(worst, got == direct ? worst_share(got, &want[(size_t)pos * p.q_width()],
+                                                                bound_of(1), max_magnitude(p.v))
                                                   : (double)INFINITY);
         }
         CUDA_CHECK(cudaGraphExecDestroy(exec));
@@ -387,7 +402,7 @@ void test_graph(const CudaLaunch *c) {
     }
 }
 
-/* Median microseconds of one call, over graphs that go through copies of the cache larger than the L2 cache. */
+/* Median microseconds of one call, over graphs that go through copies of the cache that exceed the L2 cache. */
 double time_call(const CudaLaunch *c, const AttentionShape &shape, int pos, int n) {
     const size_t cache = (size_t)shape.n_kv_heads * (size_t)shape.seq_len * (size_t)shape.head_dim;
     const size_t width = (size_t)shape.n_heads * (size_t)shape.head_dim;
@@ -396,10 +411,18 @@ double time_call(const CudaLaunch *c, const AttentionShape &shape, int pos, int 
     fp16 *k = device_alloc<fp16>(cache * (size_t)copies), *v = device_alloc<fp16>(cache * (size_t)copies);
     fp16 *q = device_alloc<fp16>(width * (size_t)n), *out = device_alloc<fp16>(width * (size_t)n);
     int *dpos = device_alloc<int>(1);
-    const std::vector<fp16> some = random_values(std::max(cache, width * (size_t)n), 1, random_normal);
+    std::vector<fp16> some = random_values((size_t)1 << 18, 1, random_normal);
+    while (some.size() < std::max(cache, width * (size_t)n)) {
+        const std::vector<fp16> half = some;
+        some.insert(some.end(), half.begin(), half.end());
+    }
+    upload(k, some.data(), cache);
     for (int i = 0; i < copies; i++) {
-        upload(k + (size_t)i * cache, some.data(), cache);
-        upload(v + (size_t)i * cache, some.data(), cache);
+        for (fp16 *to : {k + (size_t)i * cache, v + (size_t)i * cache}) {
+            if (to != k) {
+                CUDA_CHECK(cudaMemcpy(to, k, cache * sizeof(fp16), cudaMemcpyDeviceToDevice));
+            }
+        }
     }
     upload(q, some.data(), width * (size_t)n);
     upload(dpos, &pos, 1);
@@ -407,7 +430,8 @@ double time_call(const CudaLaunch *c, const AttentionShape &shape, int pos, int 
     cudaGraphExec_t exec;
     CUDA_CHECK(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
     for (int i = 0; i < copies; i++) {
-        attention_cuda(c, out, q, k + (size_t)i * cache, v + (size_t)i * cache, &shape, dpos, n, shape.seq_len);
+        attention_cuda(c, out, q, k + (size_t)i * cache, v + (size_t)i * cache, &shape, dpos, n,
+                       shape.seq_len);
     }
     CUDA_CHECK(cudaStreamEndCapture(c->stream, &graph));
     CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));

@@ -1,5 +1,5 @@
-/* spmm_test.cu: cuda_spmm.cu (spmm_cuda, expand_cuda) against references in double, then their times. Prints one line a
- * case with the worst error as a share of its bound, and at the end what failed. */
+/* spmm_test.cu: cuda_spmm.cu (spmm_cuda, expand_cuda) against references in double, then their times. Prints
+ * one line a case with the worst error as a share of its bound, and at the end what failed. */
 #include "../../kernels/cuda_ops.cuh"
 
 #include <algorithm>
@@ -20,10 +20,12 @@ static void result(bool ok, const char *what, double share) {
     (ok ? n_passed : n_failed)++;
 }
 
-/* ---- memory and numbers -------------------------------------------------------------------------------------- */
+/* ---- memory and numbers
+ * -------------------------------------------------------------------------------------- */
 
 /* Device memory with a poisoned guard behind it. */
-template <class T> struct Device {
+template <class T>
+struct Device {
     size_t n;
     T *data;
     explicit Device(size_t count) : n(count) {
@@ -61,7 +63,8 @@ static uint32_t random_bits(uint64_t seed, uint64_t i) {
 }
 static float random_normal(uint64_t seed, uint64_t i) {  // about normal, variance 1
     const uint32_t a = random_bits(seed, 2 * i), b = random_bits(seed, 2 * i + 1);
-    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) * (1.7320508f / 65536);
+    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) *
+           (1.7320508f / 65536);
 }
 
 /* Normal numbers, or integers -2 .. 2. */
@@ -90,7 +93,8 @@ struct TestMatrix {
     Device<fp16> *values;
     Matrix w;
 
-    TestMatrix(size_t m, size_t k, int density, bool integer, uint64_t seed) : rows(m), cols(k), dense(m * k) {
+    TestMatrix(size_t m, size_t k, int density, bool integer, uint64_t seed)
+        : rows(m), cols(k), dense(m * k) {
 #pragma omp parallel for
         for (size_t r = 0; r < m; r++) {
             for (size_t c = 0; c < k; c++) {
@@ -169,14 +173,17 @@ static double half_ulp(double v, int bits, int least) {
     return ldexp(1, std::max(exponent - 1, least) - bits - 1);
 }
 
-static double worse(double worst, double error) { return error <= worst ? worst : error; }  // a NaN stays
+static double worse(double worst, double error) {
+    return error <= worst ? worst : error;
+}  // a NaN stays
 
-/* ---- spmm ------------------------------------------------------------------------------------------------------ */
+/* ---- spmm
+ * ------------------------------------------------------------------------------------------------------ */
 
 static const char *const epilogue_names[] = {"store", "add", "swiglu"};
 
-/* One launch against the reference; returns the worst error as a share of the bound, infinity for a wrong byte
- * beyond the output. */
+/* One launch against the reference; returns the worst error as a share of the bound, infinity for a wrong
+ * byte beyond the output. */
 static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n, const float *threshold,
                             const Reference &ref, Epilogue epilogue, bool exact) {
     const size_t count = n * m.rows;
@@ -188,11 +195,13 @@ static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n
         spmm_cuda(&launch, out.data, &m.w, x.data, (int)n, threshold, epilogue);
         const std::vector<fp16> got = out.download(count / 2, &intact);
         for (size_t i = 0; i < got.size(); i++) {
-            const double gate = ref.y[2 * i], up = ref.y[2 * i + 1], act = gate / (1 + exp(-gate)), want = act * up;
+            const double gate = ref.y[2 * i], up = ref.y[2 * i + 1], act = gate / (1 + exp(-gate)),
+                         want = act * up;
             if (fabs(want) > 65000) {  // may round to infinity
                 continue;
             }
-            const double gate_error = roundings * ref.scale[2 * i], up_error = roundings * ref.scale[2 * i + 1];
+            const double gate_error = roundings * ref.scale[2 * i],
+                         up_error = roundings * ref.scale[2 * i + 1];
             const double bound = 1.1 * gate_error * (fabs(up) + up_error) + fabs(act) * up_error +
                                  16 * 0x1p-24 * fabs(want) + half_ulp(want, 10, -14);
             worst = worse(worst, fabs(fp16_to_float(got[i]) - want) / bound);
@@ -210,8 +219,9 @@ static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n
         const std::vector<float> got = out.download(count, &intact);
         for (size_t i = 0; i < count; i++) {
             const double want = before[i] + ref.y[i];
-            const double bound = exact ? 0 : roundings * ref.scale[i] + half_ulp(want, 23, -126) +
-                                                 (epilogue == EPILOGUE_ADD ? half_ulp(ref.y[i], 23, -126) : 0);
+            const double bound = exact ? 0
+                                       : roundings * ref.scale[i] + half_ulp(want, 23, -126) +
+                                             (epilogue == EPILOGUE_ADD ? half_ulp(ref.y[i], 23, -126) : 0);
             const double error = fabs(got[i] - want);
             worst = worse(worst, error == 0 ? 0 : error / bound);
         }
@@ -220,7 +230,7 @@ static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n
 }
 
 static void test_products(size_t rows, size_t cols, int density, bool is_short) {
-    const int counts[] = {1, 2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12,  13,
+    const int counts[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11,  12, 13,
                           14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 130};
     const int few[] = {1, 7, 17, 33, 65, 130};
     const size_t largest = 130;
@@ -239,18 +249,20 @@ static void test_products(size_t rows, size_t cols, int density, bool is_short) 
                     if (e == EPILOGUE_SWIGLU && rows % 2 != 0) {
                         continue;
                     }
-                    const double share = check_product(m, device_x, (size_t)n, dynamic ? device_threshold.data : NULL,
-                                                       ref, (Epilogue)e, integer && e != EPILOGUE_SWIGLU);
+                    const double share =
+                        check_product(m, device_x, (size_t)n, dynamic ? device_threshold.data : NULL, ref,
+                                      (Epilogue)e, integer && e != EPILOGUE_SWIGLU);
                     worst[e] = worse(worst[e], share);
                     if (!(share <= 1)) {
-                        printf("     %zu x %zu, density %d, n %d, %s: %g\n", rows, cols, density, n, epilogue_names[e],
-                               share);
+                        printf("     %zu x %zu, density %d, n %d, %s: %g\n", rows, cols, density, n,
+                               epilogue_names[e], share);
                     }
                 }
             }
             char what[160];
-            snprintf(what, sizeof what, "%4zu x %4zu, density %3d, %s, %s (add %.2g, swiglu %.2g)", rows, cols, density,
-                     integer ? "integers" : "normal", dynamic ? "threshold" : "all of x", worst[1], worst[2]);
+            snprintf(what, sizeof what, "%4zu x %4zu, density %3d, %s, %s (add %.2g, swiglu %.2g)", rows,
+                     cols, density, integer ? "integers" : "normal", dynamic ? "threshold" : "all of x",
+                     worst[1], worst[2]);
             result(worst[0] <= 1 && worst[1] <= 1 && worst[2] <= 1, what, worst[0]);
         }
     }
@@ -306,12 +318,14 @@ static void test_faults() {
 static void test_counters() {
     std::vector<unsigned> counters(N_COUNTERS);
     CUDA_CHECK(cudaStreamSynchronize(launch.stream));
-    CUDA_CHECK(cudaMemcpy(counters.data(), launch.counters, N_COUNTERS * sizeof(unsigned), cudaMemcpyDeviceToHost));
-    result(std::all_of(counters.begin(), counters.end(), [](unsigned n) { return n == 0; }), "counters are zero again",
-           0);
+    CUDA_CHECK(
+        cudaMemcpy(counters.data(), launch.counters, N_COUNTERS * sizeof(unsigned), cudaMemcpyDeviceToHost));
+    result(std::all_of(counters.begin(), counters.end(), [](unsigned n) { return n == 0; }),
+           "counters are zero again", 0);
 }
 
-/* ---- expand ------------------------------------------------------------------------------------------------------ */
+/* ---- expand
+ * ------------------------------------------------------------------------------------------------------ */
 
 static void test_expand(size_t rows, size_t cols, int density) {
     const TestMatrix m(rows, cols, density, false, rows + cols);
@@ -338,10 +352,12 @@ static void test_expand(size_t rows, size_t cols, int density) {
     result(ok, what, 0);
 }
 
-/* ---- times ------------------------------------------------------------------------------------------------------- */
+/* ---- times
+ * ------------------------------------------------------------------------------------------------------- */
 
 /* Median time of a graph of launches, one for each copy of the weights, in microseconds a launch. */
-template <class Run> static double time_us(size_t copies, Run run) {
+template <class Run>
+static double time_us(size_t copies, Run run) {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     CUDA_CHECK(cudaStreamBeginCapture(launch.stream, cudaStreamCaptureModeThreadLocal));
@@ -378,7 +394,8 @@ static void time_shape(size_t rows, size_t cols, size_t l2_bytes) {
     const int densities[] = {70, 50, 30}, counts[] = {1, 8, 16, 32, 64, 128};
     const Device<fp16> x(random_input(128 * cols, false, 3));
     Device<float> out(128 * rows);
-    const size_t slab = std::min(tiled_cbc_tile_rows(rows), (size_t)43);  // tile rows that expand writes at once
+    const size_t slab =
+        std::min(tiled_cbc_tile_rows(rows), (size_t)43);  // tile rows that expand writes at once
     Device<fp16> dense(slab * TILE_M * cols);
     for (int density : densities) {
         const TestMatrix m(rows, cols, density, false, 2);
@@ -399,9 +416,11 @@ static void time_shape(size_t rows, size_t cols, size_t l2_bytes) {
             });
             printf("  %7.1f (%4.0f)", us, (double)bytes / us * 1e-3);
         }
-        const double us = time_us(copies, [&](size_t i) { expand_cuda(&launch, dense.data, cols, &w[i], 0, slab); });
+        const double us =
+            time_us(copies, [&](size_t i) { expand_cuda(&launch, dense.data, cols, &w[i], 0, slab); });
         const double share = (double)std::min(slab * TILE_M, rows) / (double)rows;
-        printf("  %7.1f (%4.0f)\n", us, ((double)bytes * share + 2 * share * (double)(rows * cols)) / us * 1e-3);
+        printf("  %7.1f (%4.0f)\n", us,
+               ((double)bytes * share + 2 * share * (double)(rows * cols)) / us * 1e-3);
         for (size_t i = 0; i + 1 < copies; i++) {
             delete values[i];
             delete bitmaps[i];
@@ -425,7 +444,7 @@ int main(void) {
     CUDA_CHECK(cudaMemset(launch.report, 0, sizeof(DeviceReport)));
 
     const size_t shapes[][2] = {
-        {1, 1},    {255, 15}, {255, 16}, {255, 17}, {256, 15},  {256, 16},   {256, 17},   {257, 15},
+        {1, 1},    {255, 15}, {255, 16}, {255, 17},  {256, 15},  {256, 16},   {256, 17},   {257, 15},
         {257, 16}, {257, 17}, {172, 64}, {288, 512}, {40, 2048}, {1376, 512}, {1000, 777},
     };
     const int densities[] = {0, ONE_NONZERO, ONE_COLUMN, 30, 50, 70, 100};
@@ -447,8 +466,9 @@ int main(void) {
     test_counters();
 
     if (!is_short) {
-        printf("\n# %s: us (GB/s of weights) for n tokens; expand: up to 43 tile rows (GB/s read and written)\n",
-               device.name);
+        printf(
+            "\n# %s: us (GB/s of weights) for n tokens; expand: up to 43 tile rows (GB/s read and written)\n",
+            device.name);
         printf("%27s", "");
         for (int n : {1, 8, 16, 32, 64, 128}) {
             printf("  %7s%-3d    ", "n = ", n);
