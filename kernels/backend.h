@@ -35,7 +35,7 @@ struct Backend {
     const char *name;                  // "cpu"
     char device[128];                  // what it runs on, for people
     int max_tokens;                    // largest n it wants in one call (prefill chunk)
-    ProductStats stats[N_SITES];       // reset by the caller
+    ProductStats stats[N_SITES];       // brought up to date by finish(), reset by the caller
     void *ctx;                         // the backend's own
 
     /* Memory. alloc gives zeros, NULL when there is no room. upload makes host bytes (which stay mapped
@@ -47,10 +47,10 @@ struct Backend {
     void (*write)(Backend *be, void *to, const void *host, size_t bytes);
     void (*read)(Backend *be, void *host, const void *from, size_t bytes);
 
-    /* Around the operations of one forward pass of n tokens. begin_step returns false when the backend has
-     * recorded the operations of an earlier step with this n and replays them: they need not be called. The
-     * pointers must then be the same as in that step; what they point to may differ. */
-    bool (*begin_step)(Backend *be, int n);
+    /* Around the operations of one forward pass. repeats: they are the same, on the same pointers, in every step
+     * that says so (what the pointers point to may differ). begin_step returns false when the backend has recorded
+     * such a step and replays it: the operations need not be called. */
+    bool (*begin_step)(Backend *be, bool repeats);
     void (*end_step)(Backend *be);
 
     /* out[i] = row ids[i] of table.   out (n, cols) fp32;  ids (n) */

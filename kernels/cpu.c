@@ -103,9 +103,9 @@ static void cpu_read(Backend *be, void *host, const void *from, size_t bytes) {
     memcpy(host, from, bytes);
 }
 
-static bool cpu_begin_step(Backend *be, int n) {
+static bool cpu_begin_step(Backend *be, bool repeats) {
     (void)be;
-    (void)n;
+    (void)repeats;
     return true;
 }
 

@@ -40,7 +40,7 @@ static Cuda *cuda_of(Backend *be) { return static_cast<Cuda *>(be->ctx); }
 
 static void *cuda_alloc(Backend *be, size_t bytes) {
     void *p;
-    if (cudaMalloc(&p, bytes + MEMORY_SLACK) != cudaSuccess) {
+    if (bytes > SIZE_MAX - MEMORY_SLACK || cudaMalloc(&p, bytes + MEMORY_SLACK) != cudaSuccess) {
         cudaGetLastError();  // a refused allocation is an answer, not a fault
         return NULL;
     }
@@ -113,11 +113,11 @@ static void *scratch(Cuda *cuda, size_t bytes) {
 
 /* ---- the recorded step --------------------------------------------------------------------------------------------- */
 
-/* Decode steps (n = 1) launch the same kernels on the same pointers: what differs, token and position, they read from
+/* Decode steps launch the same kernels on the same pointers: what differs, token and position, they read from
  * device memory. The first step runs as it is, so that libraries set themselves up; the second is recorded. */
-static bool cuda_begin_step(Backend *be, int n) {
+static bool cuda_begin_step(Backend *be, bool repeats) {
     Cuda *cuda = cuda_of(be);
-    if (n != 1 || !cuda->graphs) {
+    if (!repeats || !cuda->graphs) {
         return true;
     }
     if (cuda->decode_step) {

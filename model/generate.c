@@ -58,7 +58,7 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
             break;
         }
         if (n < n_new) {
-            model_forward(m, &id, 1, pos);
+            model_forward(m, &id, 1, pos, DECODE);
             cache_bytes += (double)model_step_bytes(m, pos);
         }
     }

@@ -89,7 +89,9 @@ static bool alloc_scratch(Model *m) {
     const size_t widest = dim > q_dim ? dim : q_dim;
     RunState *s = &m->state;
     size_t *total = &m->scratch_bytes;
-    return (s->ids = alloc_buffer(m->be, n * sizeof *s->ids, total)) &&
+    return (s->thresholds = alloc_buffer(
+                m->be, (size_t)c->n_layers * N_DP_SITES * sizeof *s->thresholds, total)) &&
+           (s->ids = alloc_buffer(m->be, n * sizeof *s->ids, total)) &&
            (s->pos = alloc_buffer(m->be, sizeof *s->pos, total)) &&
            (s->x = alloc_buffer(m->be, n * dim * sizeof *s->x, total)) &&
            (s->x_norm = alloc_buffer(m->be, n * widest * sizeof *s->x_norm, total)) &&
@@ -158,8 +160,8 @@ int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool al
 void model_free(Model *m) {
     if (m->be) {
         RunState *s = &m->state;
-        void *const buffers[] = {s->ids,  s->pos,    s->x,      s->x_norm,  s->qkv,    s->q,
-                                 s->attn, s->hidden, s->logits, s->k_cache, s->v_cache};
+        void *const buffers[] = {s->ids,  s->pos,    s->x,      s->x_norm,  s->qkv,     s->q,
+                                 s->attn, s->hidden, s->logits, s->k_cache, s->v_cache, s->thresholds};
         for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) {
             m->be->release(m->be, buffers[i]);
         }
@@ -169,48 +171,73 @@ void model_free(Model *m) {
     *m = (Model){0};
 }
 
-void model_forward(Model *m, const int *ids, int n, int pos) {
+void model_set_thresholds(Model *m, const float *values) {
+    m->be->write(m->be, m->state.thresholds, values,
+                 (size_t)m->config.n_layers * N_DP_SITES * sizeof *m->state.thresholds);
+}
+
+static void show_input(const Model *m, int layer, Site site, const fp16 *x, int n, int width) {
+    if (m->hook) {
+        m->hook->input(m->hook->user, layer, site, x, n, width);
+    }
+}
+
+void model_layer(Model *m, const LayerWeights *w, int layer, int n, Phase phase) {
     const Config *c = &m->config;
     Backend *be = m->be;
     RunState *s = &m->state;
     const AttentionShape shape = {c->n_heads, c->n_kv_heads, c->head_dim, m->seq_len};
-    const size_t cache_layer = config_kv_dim(c) * (size_t)m->seq_len;
-    const size_t dim = (size_t)c->dim;
+    const size_t cache = (size_t)layer * config_kv_dim(c) * (size_t)m->seq_len;
+    const int q_dim = c->n_heads * c->head_dim;
+    const float *t[N_DP_SITES];
+    for (int site = 0; site < N_DP_SITES; site++) {
+        t[site] = phase == DECODE ? s->thresholds + layer * N_DP_SITES + site : NULL;
+    }
+
+    // attention: x += Wo attention(rope(Wq norm(x)), rope(Wk norm(x)), Wv norm(x))
+    be->rmsnorm(be, s->x_norm, s->x, w->attn_norm, n, c->dim, c->norm_eps);
+    show_input(m, layer, SITE_ATTN_IN, s->x_norm, n, c->dim);
+    be->matmul(be, s->qkv, &w->qkv, s->x_norm, n, t[SITE_ATTN_IN]);
+    be->rope_append(be, s->q, s->k_cache + cache, s->v_cache + cache, s->qkv, m->weights.rope, &shape, s->pos, n);
+    be->attention(be, s->attn, s->q, s->k_cache + cache, s->v_cache + cache, &shape, s->pos, n);
+    show_input(m, layer, SITE_ATTN_OUT, s->attn, n, q_dim);
+    be->matmul_add(be, s->x, &w->o, s->attn, n, t[SITE_ATTN_OUT]);
+
+    // MLP: x += Wdown (silu(Wgate norm(x)) * Wup norm(x))
+    be->rmsnorm(be, s->x_norm, s->x, w->mlp_norm, n, c->dim, c->norm_eps);
+    show_input(m, layer, SITE_MLP_IN, s->x_norm, n, c->dim);
+    be->matmul_swiglu(be, s->hidden, &w->gate_up, s->x_norm, n, t[SITE_MLP_IN]);
+    show_input(m, layer, SITE_MLP_HIDDEN, s->hidden, n, c->hidden_dim);
+    be->matmul_add(be, s->x, &w->down, s->hidden, n, t[SITE_MLP_HIDDEN]);
+}
+
+void model_forward(Model *m, const int *ids, int n, int pos, Phase phase) {
+    const Config *c = &m->config;
+    Backend *be = m->be;
+    RunState *s = &m->state;
     CHECK(n >= 1 && n <= m->chunk && pos >= 0 && pos + n <= m->seq_len);
 
     be->write(be, s->ids, ids, (size_t)n * sizeof *ids);
     be->write(be, s->pos, &pos, sizeof pos);
-    if (!be->begin_step(be, n)) {
+    if (!be->begin_step(be, n == 1 && phase == DECODE)) {
         return;
     }
     // x (n, dim): the residual stream
     be->embed(be, s->x, &m->weights.embedding, s->ids, n);
     for (int l = 0; l < c->n_layers; l++) {
-        const LayerWeights *w = &m->weights.layers[l];
-        fp16 *k_cache = s->k_cache + (size_t)l * cache_layer, *v_cache = s->v_cache + (size_t)l * cache_layer;
-
-        // attention: x += Wo attention(rope(Wq norm(x)), rope(Wk norm(x)), Wv norm(x))
-        be->rmsnorm(be, s->x_norm, s->x, w->attn_norm, n, c->dim, c->norm_eps);
-        be->matmul(be, s->qkv, &w->qkv, s->x_norm, n, NULL);
-        be->rope_append(be, s->q, k_cache, v_cache, s->qkv, m->weights.rope, &shape, s->pos, n);
-        be->attention(be, s->attn, s->q, k_cache, v_cache, &shape, s->pos, n);
-        be->matmul_add(be, s->x, &w->o, s->attn, n, NULL);
-
-        // MLP: x += Wdown (silu(Wgate norm(x)) * Wup norm(x))
-        be->rmsnorm(be, s->x_norm, s->x, w->mlp_norm, n, c->dim, c->norm_eps);
-        be->matmul_swiglu(be, s->hidden, &w->gate_up, s->x_norm, n, NULL);
-        be->matmul_add(be, s->x, &w->down, s->hidden, n, NULL);
+        model_layer(m, &m->weights.layers[l], l, n, phase);
     }
     // logits of the last token, or of all
     const int rows = n < m->logit_rows ? n : m->logit_rows;
-    be->rmsnorm(be, s->x_norm, s->x + (size_t)(n - rows) * dim, m->weights.final_norm, rows, c->dim, c->norm_eps);
+    be->rmsnorm(be, s->x_norm, s->x + (size_t)(n - rows) * (size_t)c->dim, m->weights.final_norm, rows, c->dim,
+                c->norm_eps);
     be->matmul(be, s->logits, &m->weights.head, s->x_norm, rows, NULL);
     be->end_step(be);
 }
 
 int model_prefill(Model *m, const int *ids, int n, int pos, Error *err) {
     for (int done = 0; done < n; done += m->chunk) {
-        model_forward(m, ids + done, n - done < m->chunk ? n - done : m->chunk, pos + done);
+        model_forward(m, ids + done, n - done < m->chunk ? n - done : m->chunk, pos + done, PREFILL);
     }
     return m->be->finish(m->be, err);
 }

@@ -22,6 +22,15 @@ typedef struct {
     LayerWeights *layers;    // n_layers
 } Weights;
 
+/* Sites with a dynamic threshold: the four of a layer. */
+#define N_DP_SITES 4
+
+/* Called with the input of every product of a layer, (n, width) fp16 in backend memory; for calibration. */
+typedef struct {
+    void (*input)(void *user, int layer, Site site, const fp16 *x, int n, int width);
+    void *user;
+} InputHook;
+
 /* Buffers in backend memory; B = the chunk of tokens computed at once. */
 typedef struct {
     int *ids;        // (B) tokens of the chunk
@@ -35,6 +44,7 @@ typedef struct {
     float *logits;   // (logit_rows, vocab_size)
     fp16 *k_cache;   // (n_layers, n_kv_heads, seq_len, head_dim)
     fp16 *v_cache;   // the same
+    float *thresholds;  // (n_layers, N_DP_SITES) dynamic thresholds; zeros skip nothing but zeros
 } RunState;
 
 typedef struct {
@@ -47,7 +57,11 @@ typedef struct {
     int chunk;       // B
     int logit_rows;  // rows of state.logits
     size_t weight_bytes, kv_bytes, scratch_bytes;
+    const InputHook *hook;  // not owned; NULL: none
 } Model;
+
+/* Dynamic pruning acts in decode only. */
+typedef enum { PREFILL, DECODE } Phase;
 
 /* Put a checkpoint's weights on a backend and allocate the state.
  *   ck       stays open while the model lives
@@ -57,11 +71,18 @@ typedef struct {
 int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits, Error *err);
 void model_free(Model *m);
 
+/* Set the dynamic thresholds of decode: values (n_layers, N_DP_SITES) in host memory. All are 0 after loading. */
+void model_set_thresholds(Model *m, const float *values);
+
+/* One layer on n tokens whose residual stream is state.x; appends to the layer's cache at the position in state.pos.
+ *   w, layer   the layer's weights, which need not be m->weights.layers[layer]; layer names cache and thresholds */
+void model_layer(Model *m, const LayerWeights *w, int layer, int n, Phase phase);
+
 /* Compute tokens ids[0 .. n-1] at positions pos .. pos + n - 1; the cache must hold 0 .. pos - 1.
- * n = 1 is a decode step; more is prefill and at most m->chunk.
+ * At most m->chunk tokens. DECODE applies the dynamic thresholds to each of them, as decoding them one by one would.
  * Afterwards state.logits holds the last token's logits in row 0 (all n rows if loaded with all_logits).
  * Does not wait; a number that is not finite is reported by backend finish(). */
-void model_forward(Model *m, const int *ids, int n, int pos);
+void model_forward(Model *m, const int *ids, int n, int pos, Phase phase);
 
 /* Prefill any number of tokens in chunks. Logits of the last token are left in row 0 (of the last chunk's tokens, if
  * loaded with all_logits).

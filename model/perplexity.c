@@ -32,7 +32,7 @@ static int score_window(Score *score, Model *m, float *logits, double *nll, cons
     const size_t vocab = (size_t)m->config.vocab_size;
     for (int begin = 0; begin < n; begin += m->chunk) {
         const int rows = n - begin < m->chunk ? n - begin : m->chunk;
-        model_forward(m, ids + begin, rows, begin);
+        model_forward(m, ids + begin, rows, begin, PREFILL);
         const int rc = m->be->finish(m->be, err);
         if (rc) {
             return rc;

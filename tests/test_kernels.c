@@ -634,8 +634,10 @@ static void test_the_first_of_several_faults_is_reported(void **state) {
 
 /* ---- counters ---- */
 
-static void check_stats(const ProductStats *s, uint64_t elements, uint64_t active_elements,
+static void check_stats(Backend *be, Site site, uint64_t elements, uint64_t active_elements,
                         uint64_t active_nonzeros, uint64_t bytes) {
+    assert_int_equal(be->finish(be, NULL), OK);
+    const ProductStats *s = &be->stats[site];
     assert_int_equal(s->elements, elements);
     assert_int_equal(s->active_elements, active_elements);
     assert_int_equal(s->active_nonzeros, active_nonzeros);
@@ -671,21 +673,21 @@ static void test_counters_of_a_case_worked_out_by_hand(void **state) {
         Backend *be = f->machines[i / COUNT(thread_counts)].be[i % COUNT(thread_counts)];
         memset(be->stats, 0, sizeof be->stats);
         free(run_product(be, MATMUL, &w.as[CBC], x, 1, &threshold));
-        check_stats(&be->stats[SITE_MLP_HIDDEN], 6000, 4 * 300, 96, 724);
+        check_stats(be, SITE_MLP_HIDDEN, 6000, 4 * 300, 96, 724);
         free(run_product(be, MATMUL_ADD, &w.as[CBC], x, 1, &threshold));
         free(run_product(be, MATMUL_SWIGLU, &w.as[CBC], x, 1, &threshold));
-        check_stats(&be->stats[SITE_MLP_HIDDEN], 3 * 6000, 3 * 4 * 300, 3 * 96, 3 * 724);
+        check_stats(be, SITE_MLP_HIDDEN, 3 * 6000, 3 * 4 * 300, 3 * 96, 3 * 724);
         // Columns 4, 5 and 6 (0, 16 and 16 nonzeros) come in as well when only zeros are skipped.
         memset(be->stats, 0, sizeof be->stats);
         free(run_product(be, MATMUL, &w.as[CBC], x, 1, NULL));
-        check_stats(&be->stats[SITE_MLP_HIDDEN], 6000, 7 * 300, 128, 20 + 256 + 448 + 256);
+        check_stats(be, SITE_MLP_HIDDEN, 6000, 7 * 300, 128, 20 + 256 + 448 + 256);
         // Prefill does not count, and a dense matrix counts bytes only.
         free(run_product(be, MATMUL, &w.as[CBC], x, 2, NULL));
         free(run_product(be, MATMUL, &gate, x, 2, NULL));
         free(run_product(be, MATMUL, &gate, x, 1, &threshold));
-        check_stats(&be->stats[SITE_MLP_HIDDEN], 6000, 7 * 300, 128, 20 + 256 + 448 + 256);
-        check_stats(&be->stats[SITE_MLP_IN], 0, 0, 0, 300 * 24 * 2);
-        check_stats(&be->stats[SITE_ATTN_IN], 0, 0, 0, 0);
+        check_stats(be, SITE_MLP_HIDDEN, 6000, 7 * 300, 128, 20 + 256 + 448 + 256);
+        check_stats(be, SITE_MLP_IN, 0, 0, 0, 300 * 24 * 2);
+        check_stats(be, SITE_ATTN_IN, 0, 0, 0, 0);
         memset(be->stats, 0, sizeof be->stats);
     }
     free_weights(&w);
