@@ -206,7 +206,7 @@ static void cbc_product(Cpu *cpu, float *y, const Matrix *w, const float *x, flo
 #pragma omp for schedule(dynamic)
         for (size_t task = 0; task < tile_rows * slices; task++) {
             const size_t s = task % slices;
-            float sum[TILE_M] __attribute__((aligned(64))) = {0};  // a thread's own: no line shared with others
+            float sum[TILE_M] __attribute__((aligned(64)));  // a thread's own: no line shared with others
             nnz += cpu->k->cbc_columns(sum, &w->cbc, task / slices, active + slice_begin[s],
                                        slice_begin[s + 1] - slice_begin[s], x);
             memcpy(partial + task * TILE_M, sum, sizeof sum);

@@ -6,22 +6,16 @@
 
 #define LANE_MASK ((UINT64_C(1) << VW) - 1)
 
-/* Accumulators that live in registers while spMspV walks columns: a whole column tile where there are 32
- * wide registers, a quarter elsewhere. */
 #if VW == 16
-#define PASS_WORDS BITMAP_WORDS
 #define GROUP_TOKENS 12
 #elif VW == 8
-#define PASS_WORDS 1
 #define GROUP_TOKENS 6
 #else
-#define PASS_WORDS 1
 #define GROUP_TOKENS 4
 #endif
-#define WORD_VECTORS (64 / VW)              // vectors of rows that one word of bitmap stands for
-#define PASS_VECTORS (PASS_WORDS * WORD_VECTORS)
+#define WORD_VECTORS (64 / VW)       // vectors of rows that one word of bitmap stands for
+#define TILE_VECTORS (TILE_M / VW)
 #define GROUP_ROWS (2 * VW)
-#define COLUMN_BLOCK 128   // columns per pass: their values stay in the caches between passes
 #define PREFETCH_AHEAD 10  // active columns between prefetch and use
 
 _Static_assert(TILE_M % GROUP_ROWS == 0, "a panel is whole groups of rows");
@@ -169,17 +163,13 @@ static inline void prefetch_column(const Column *c, size_t word) {
     }
 }
 
-/* sum[] += x * (the rows of words first_word .. first_word + PASS_WORDS - 1 of a column). */
-static inline void add_column(vf sum[PASS_VECTORS], const Column *c, size_t first_word, float x,
-                              const Column *ahead) {
+/* sum[] += x * a column, whose successor in the list of active columns (some steps on) is asked for meanwhile. */
+static inline void add_column(vf sum[TILE_VECTORS], const Column *c, float x, const Column *ahead) {
     const fp16 *p = c->values;
-    for (size_t i = 0; i < first_word; i++) {
-        p += __builtin_popcountll(c->bitmap[i]);
-    }
     const vf xv = vf_set(x);
-    for (size_t i = 0; i < PASS_WORDS; i++) {
-        uint64_t bits = c->bitmap[first_word + i];
-        prefetch_column(ahead, first_word + i);
+    for (size_t i = 0; i < BITMAP_WORDS; i++) {
+        uint64_t bits = c->bitmap[i];
+        prefetch_column(ahead, i);
         for (size_t j = 0; j < WORD_VECTORS; j++) {
             vf *s = &sum[i * WORD_VECTORS + j];
             *s = vf_fma(expand_fp16(p, bits), xv, *s);
@@ -189,30 +179,25 @@ static inline void add_column(vf sum[PASS_VECTORS], const Column *c, size_t firs
     }
 }
 
+/* The sums of a whole tile row stay in registers where there are 32 wide ones, else in L1: walking the columns once for
+ * each part of the rows that fits in registers costs more. */
 static size_t cbc_columns(float *y, const TiledCbc *w, size_t tile_row, const uint32_t *active, size_t n_active,
                           const float *x) {
     const size_t row_start = tile_row * tiled_cbc_cols_padded(w->cols);
+    vf sum[TILE_VECTORS];
+    for (size_t i = 0; i < TILE_VECTORS; i++) {
+        sum[i] = vf_zero();
+    }
     size_t nnz = 0;
-    for (size_t begin = 0; begin < n_active; begin += COLUMN_BLOCK) {
-        const size_t end = min_size(begin + COLUMN_BLOCK, n_active);
-        for (size_t word = 0; word < BITMAP_WORDS; word += PASS_WORDS) {
-            float *rows = y + word * 64;
-            vf sum[PASS_VECTORS];
-            for (size_t i = 0; i < PASS_VECTORS; i++) {
-                sum[i] = vf_load(rows + i * VW);
-            }
-            for (size_t i = begin; i < end; i++) {
-                const Column c = get_column(w, row_start + active[i]);
-                const size_t next = min_size(i + PREFETCH_AHEAD, n_active - 1);
-                const Column ahead = get_column(w, row_start + active[next]);
-                __builtin_prefetch(ahead.bitmap, 0, 3);
-                add_column(sum, &c, word, x[active[i]], &ahead);
-                nnz += word == 0 ? c.nnz : 0;
-            }
-            for (size_t i = 0; i < PASS_VECTORS; i++) {
-                vf_store(rows + i * VW, sum[i]);
-            }
-        }
+    for (size_t i = 0; i < n_active; i++) {
+        const Column c = get_column(w, row_start + active[i]);
+        const Column ahead = get_column(w, row_start + active[min_size(i + PREFETCH_AHEAD, n_active - 1)]);
+        __builtin_prefetch(ahead.bitmap, 0, 3);
+        add_column(sum, &c, x[active[i]], &ahead);
+        nnz += c.nnz;
+    }
+    for (size_t i = 0; i < TILE_VECTORS; i++) {
+        vf_store(y + i * VW, sum[i]);
     }
     return nnz;
 }

@@ -25,7 +25,7 @@ typedef struct {
     /* y[r] = sum of w[r][k] x[k] for n_rows rows of a dense matrix; x (cols). */
     void (*dense_rows)(float *y, const fp16 *w, size_t stride, size_t n_rows, const float *x, size_t cols);
 
-    /* spMspV on one tile row: y[0 .. TILE_M-1] += columns active[0 .. n_active-1] (ascending) times x.
+    /* spMspV on one tile row: y[0 .. TILE_M-1] = columns active[0 .. n_active-1] (ascending) times x.
      * Returns the nonzeros of those columns. */
     size_t (*cbc_columns)(float *y, const TiledCbc *w, size_t tile_row, const uint32_t *active,
                           size_t n_active, const float *x);

@@ -195,6 +195,8 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     __shared__ float weight[HEADS][MAX_SPLITS];
     __shared__ bool is_last;
 
+    wait_for_previous();
+    let_next_start();
     const int kv_len = *a.pos + 1, n_splits = (int)gridDim.x, split = (int)blockIdx.x;
     const int split_batches = (kv_len - 1) / (n_splits * Shape::BATCH) + 1;
     const int split_keys = split_batches * Shape::BATCH;
@@ -370,9 +372,8 @@ void launch_decode(const CudaLaunch *c, const Attention &a, int kv_len_max) {
     const size_t partial_bytes = Shape::QUADS * sizeof(float4) + HEADS * sizeof(SoftmaxState);
     CHECK(sets < N_COUNTERS);  // the largest grid.y, too
     CHECK(n_splits == 1 || sets * n_splits * partial_bytes <= c->workspace_bytes);
-    decode_kernel<PAD, HEADS><<<dim3((unsigned)n_splits, (unsigned)sets), DECODE_THREADS, 0, c->stream>>>(
-        a, reinterpret_cast<float4 *>(c->workspace), c->counters);
-    CUDA_CHECK_LAUNCH(c->stream);
+    launch_overlapped(c, decode_kernel<PAD, HEADS>, dim3((unsigned)n_splits, (unsigned)sets), DECODE_THREADS, 0, a,
+                      reinterpret_cast<float4 *>(c->workspace), c->counters);
 }
 
 /* ---- prefill ---------------------------------------------------------------------------------------- */

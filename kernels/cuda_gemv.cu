@@ -40,7 +40,7 @@ __device__ __forceinline__ void to_floats(float2 out[4], const uint4 &v) {
 /* 8 inputs from column k on; what lies beyond cols may hold anything and counts as zero. */
 __device__ __forceinline__ uint4 load_inputs(const fp16 *x, int k, int cols) {
     if (k + VECTOR <= cols) {
-        return __ldg(reinterpret_cast<const uint4 *>(x + k));
+        return *reinterpret_cast<const uint4 *>(x + k);
     }
     unsigned words[4] = {0, 0, 0, 0};
     for (int i = 0; i < VECTOR && k + i < cols; i++) {
@@ -52,11 +52,13 @@ __device__ __forceinline__ uint4 load_inputs(const fp16 *x, int k, int cols) {
 template <Epilogue EPILOGUE>
 __global__ void __launch_bounds__(32 * WARPS)
     gemv_kernel(void *__restrict__ out, const fp16 *__restrict__ w, size_t stride, int rows, int cols,
-                const fp16 *__restrict__ x, DeviceReport *report, unsigned fault, int site) {
+                const fp16 *x, DeviceReport *report, unsigned fault, int site) {
     const int lane = threadIdx.x % 32, row = 2 * (int)(blockIdx.x * WARPS + threadIdx.x / 32);
     if (row >= rows) {
         return;
     }
+    wait_for_previous();
+    let_next_start();
     const fp16 *first = w + row * stride, *second = row + 1 < rows ? first + stride : first;
     float sum[2] = {0, 0};
     bool finite = true;
@@ -104,9 +106,8 @@ __global__ void __launch_bounds__(32 * WARPS)
 
 template <Epilogue EPILOGUE> void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x) {
     const unsigned blocks = (unsigned)ceil_div(w->rows, 2 * WARPS);
-    gemv_kernel<EPILOGUE><<<blocks, 32 * WARPS, 0, c->stream>>>(out, w->dense, w->stride, (int)w->rows, (int)w->cols, x,
-                                                                c->report, fault_code(w), w->site);
-    CUDA_CHECK_LAUNCH(c->stream);
+    launch_overlapped(c, gemv_kernel<EPILOGUE>, dim3(blocks), 32 * WARPS, 0, out, w->dense, w->stride, (int)w->rows,
+                      (int)w->cols, x, c->report, fault_code(w), (int)w->site);
 }
 
 }  // namespace

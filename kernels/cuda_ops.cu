@@ -86,6 +86,8 @@ static __device__ __forceinline__ void store_vector(T *p, const float (&x)[VECTO
  * grid (n, vectors of a row / THREADS). Bytes: 6 an element. */
 static __global__ void embed_kernel(float *__restrict__ out, const fp16 *__restrict__ table, size_t stride,
                                     const int *__restrict__ ids, size_t cols) {
+    wait_for_previous();
+    let_next_start();
     const size_t col = ((size_t)blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (col >= cols) {
         return;
@@ -104,8 +106,7 @@ void embed_cuda(const CudaLaunch *c, float *out, const Matrix *table, const int 
           table->stride >= table->cols);
     CHECK(is_aligned(out) && is_aligned(table->dense));
     const dim3 grid((unsigned)n, (unsigned)ceil_div(table->cols, VECTOR * THREADS));
-    embed_kernel<<<grid, THREADS, 0, c->stream>>>(out, table->dense, table->stride, ids, table->cols);
-    CUDA_CHECK_LAUNCH(c->stream);
+    launch_overlapped(c, embed_kernel, grid, THREADS, 0, out, table->dense, table->stride, ids, table->cols);
 }
 
 /* ---- norm ---------------------------------------------------------------------------------------------- */
@@ -140,7 +141,7 @@ static __device__ __forceinline__ void store_normed(fp16 *out, const Vector<floa
 }
 
 static __global__ void __launch_bounds__(NORM_THREADS, 1)  // 1: aiming at two blocks an SM, ptxas spills
-    rmsnorm_kernel(fp16 *__restrict__ out, const float *__restrict__ x, const fp16 *__restrict__ weight,
+    rmsnorm_kernel(fp16 *__restrict__ out, const float *x, const fp16 *__restrict__ weight,
                    int dim, float inverse_dim, float eps) {
     __shared__ float warp_sums[NORM_THREADS / 32];
     const bool aligned = dim % VECTOR == 0;
@@ -148,8 +149,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, 1)  // 1: aiming at two b
     x += (size_t)blockIdx.x * dim;
     out += (size_t)blockIdx.x * dim;
 
+    const Vector<fp16> w = load_vector(weight + first, dim - first, aligned);  // nobody writes weights
+    wait_for_previous();
+    let_next_start();
     const Vector<float> v = load_vector(x + first, dim - first, aligned);
-    const Vector<fp16> w = load_vector(weight + first, dim - first, aligned);
     float sum = add_squares(0, v);
     for (int at = first + step; at < dim; at += step) {
         sum = add_squares(sum, load_vector(x + at, dim - at, aligned));
@@ -177,8 +180,7 @@ void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *we
     CHECK(dim % VECTOR != 0 || (is_aligned(out) && is_aligned(x) && is_aligned(weight)));
     const size_t vectors = ceil_div((size_t)dim, VECTOR), per_thread = ceil_div(vectors, NORM_THREADS);
     const unsigned threads = (unsigned)round_up(ceil_div(vectors, per_thread), 32);
-    rmsnorm_kernel<<<(unsigned)n, threads, 0, c->stream>>>(out, x, weight, dim, 1.0f / (float)dim, eps);
-    CUDA_CHECK_LAUNCH(c->stream);
+    launch_overlapped(c, rmsnorm_kernel, dim3((unsigned)n), threads, 0, out, x, weight, dim, 1.0f / (float)dim, eps);
 }
 
 /* ---- RoPE ---------------------------------------------------------------------------------------------- */
@@ -195,9 +197,11 @@ void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *we
  * Products are rounded before they are added, as on the CPU: both backends fill caches with the same bits.
  * Bytes: 6 an element, and the row of rope. */
 static __global__ void rope_append_kernel(fp16 *__restrict__ q, fp16 *__restrict__ k_cache,
-                                          fp16 *__restrict__ v_cache, const float *__restrict__ qkv,
+                                          fp16 *__restrict__ v_cache, const float *qkv,
                                           const float *__restrict__ rope, AttentionShape shape,
-                                          const int *__restrict__ pos) {
+                                          const int *pos) {
+    wait_for_previous();
+    let_next_start();
     const int hd = shape.head_dim, vectors = (hd + VECTOR - 1) / VECTOR;  // of one head
     const int index = blockIdx.y * THREADS + threadIdx.x;
     const int n_rotated = shape.n_heads + shape.n_kv_heads;
@@ -243,8 +247,7 @@ void rope_append_cuda(const CudaLaunch *c, fp16 *q, fp16 *k_cache, fp16 *v_cache
     const size_t heads = (size_t)shape->n_heads + 2 * (size_t)shape->n_kv_heads;
     const size_t vectors = heads * ceil_div((size_t)shape->head_dim, VECTOR);
     const dim3 grid((unsigned)n, (unsigned)ceil_div(vectors, THREADS));
-    rope_append_kernel<<<grid, THREADS, 0, c->stream>>>(q, k_cache, v_cache, qkv, rope, *shape, pos);
-    CUDA_CHECK_LAUNCH(c->stream);
+    launch_overlapped(c, rope_append_kernel, grid, THREADS, 0, q, k_cache, v_cache, qkv, rope, *shape, pos);
 }
 
 /* ---- SwiGLU -------------------------------------------------------------------------------------------- */

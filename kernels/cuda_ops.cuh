@@ -111,8 +111,9 @@ void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const M
 #ifdef __CUDACC__
 
 /* Launch a kernel that may start while the one before it still runs (programmatic dependent launch, sm_90): it must
- * call wait_for_previous() before it reads or writes anything that the previous kernels touch. On older devices an
- * ordinary launch, where the two functions do nothing. */
+ * call wait_for_previous() before it reads or writes anything that the previous kernels touch, and must not declare what
+ * they write __restrict__, or the compiler may read it earlier. On older devices an ordinary launch, where the two
+ * functions do nothing. */
 template <typename... Parameters, typename... Arguments>
 void launch_overlapped(const CudaLaunch *c, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
                        size_t shared_bytes, Arguments... arguments) {

@@ -382,7 +382,9 @@ static __global__ void __launch_bounds__(THREADS, 1)  // 1: aiming at two blocks
 
 void sample_cuda(const CudaLaunch *c, const float *logits, int n, const SampleParams *params, uint64_t step) {
     CHECK(n >= 1 && n <= 1 << MAX_ID_BITS && (uintptr_t)logits % sizeof(float4) == 0);
-    CHECK(params->temperature >= 0 && params->top_p > 0 && params->top_p <= 1 && params->top_k >= 0);
+    // greedy looks at nothing but the logits
+    CHECK(params->temperature == 0 ||
+          (params->temperature > 0 && params->top_p > 0 && params->top_p <= 1 && params->top_k >= 0));
     int id_bits = 0;
     while (n > 1 << id_bits) {
         id_bits++;

@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HA
 
 template <Epilogue EPILOGUE>
 __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    spmspv_kernel(void *__restrict__ out, const TiledCbc w, const fp16 *__restrict__ x,
+    spmspv_kernel(void *__restrict__ out, const TiledCbc w, const fp16 *x,
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -402,9 +402,9 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 /* Columns of a slice. The fullest SM decides: it computes its blocks' columns, at least BUSY_BLOCKS blocks' worth since
  * fewer cannot hide each other's waiting; every block costs some columns before it multiplies, every slice some in the
- * final sum. The constants fit measured times of 14 shapes to 2.3 % of the best width (tests/bench/NOTES.md). */
+ * final sum. The constants fit measured times of 14 shapes: their choice is within 1.2 % of the best width (tests/bench/NOTES.md). */
 int choose_slice(const CudaLaunch *c, const Matrix *w) {
-    constexpr double BUSY_BLOCKS = 3, BLOCK_COLUMNS = 192, SLICE_COLUMNS = 32;
+    constexpr double BUSY_BLOCKS = 2, BLOCK_COLUMNS = 64, SLICE_COLUMNS = 32;
     constexpr size_t STEP = 32;
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows), most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
     size_t best = 0;
