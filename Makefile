@@ -21,7 +21,7 @@ WARN = -Wall -Wextra -Wshadow -Wvla -Werror
 CFLAGS = -std=c11 -D_GNU_SOURCE $(OPT) -g -fopenmp $(SANITIZE) $(WARN) -Wstrict-prototypes -Wmissing-prototypes
 CXXFLAGS = -std=c++17 $(OPT) -g $(SANITIZE) $(WARN)
 LDFLAGS = -fopenmp $(SANITIZE) $(if $(RPATH),-Wl$(comma)-rpath$(comma)'$$ORIGIN/lib:$$ORIGIN/../lib')
-LDLIBS = -lsentencepiece -lcjson -lxxhash -lstdc++ -lm $(CUDA_LIBS)
+LDLIBS = -lsentencepiece -lcjson -lxxhash -llapacke -llapack -lblas -lstdc++ -lm $(CUDA_LIBS)
 
 # ---- what is here -----------------------------------------------------------------------------------
 
@@ -109,6 +109,7 @@ packages:
 	$(call need,sentencepiece_processor.h,libsentencepiece-dev)
 	$(call need,cjson/cJSON.h,libcjson-dev)
 	$(call need,xxhash.h,libxxhash-dev)
+	$(call need,lapacke.h,liblapacke-dev)
 
 # ---- build ------------------------------------------------------------------------------------------------
 
@@ -134,6 +135,9 @@ $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
 
+# The shipped calibration text is in the program.
+$(BUILD)/export/calibration_text.c.o: export/calibration.txt
+
 # Objects of a build with CUDA and of one without are not the same.
 $(BUILD)/kernels/backend.c.o: CFLAGS += $(if $(filter 1,$(USE_CUDA)),-DUSE_CUDA)
 $(BUILD)/kernels/backend.c.o: $(BUILD)/cuda_$(USE_CUDA)
@@ -145,6 +149,9 @@ $(BUILD)/cuda_$(USE_CUDA):
 $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o): $(BUILD)/kernels/cpu_kernels.%.o: kernels/cpu_kernels.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(FLAGS_$*) -DCPU_KERNELS=cpu_kernels_$* -DCPU_KERNELS_NAME='"$*"' -MMD -MP -c -o $@ $<
+
+# The product that calibration spends its time in: multiply and add in one instruction.
+$(BUILD)/export/rank_update.c.o: CFLAGS += -ffp-contract=fast
 
 DEBUG_BUILD = BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer" CUDA_DEFINES=-DCUDA_SYNCHRONISE \
 	SANITIZE="-fsanitize=address,undefined -fno-sanitize-recover=undefined"

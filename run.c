@@ -11,7 +11,10 @@
 
 #include "model/cli.h"
 #include "model/generate.h"
+#include "model/input.h"
 #include "model/perplexity.h"
+#include "model/reach.h"
+#include "model/thresholds.h"
 #include "tokenizer/text_stream.h"
 #include "tokenizer/tokenizer.h"
 
@@ -30,15 +33,15 @@ static const char usage[] =
     "  --seed S            of the draws (default: from the clock, printed)\n"
     "  --stop STR          end before STR; repeatable\n"
     "  --ignore-eos        go on past end-of-sequence tokens\n"
+    "  --dp R | mlp=R,attn=R   dynamic pruning: share of inputs to skip in decode (default: the file's; 0 = exact)\n"
     "perplexity\n"
     "  --ppl FILE          negative log-likelihood of a text\n"
     "  --ppl-window W      tokens of a window (default: the model's context)\n"
     "  --ppl-stride S      from window to window (default W)\n"
-    "  --dense-prefix P    tokens at the start of a window that are not scored (default 0)\n"
+    "  --dense-prefix P    tokens at the start of a window that are prefilled and not scored (default 0)\n"
     "  --ppl-tokens N      only the first N tokens (default: all)\n"
     "machine\n"
     "  -c N                context (default: the model's, at most 4096)\n"
-    "  --dp R              dynamic pruning ratio (only 0 = exact in this version)\n"
     "  -b auto|cpu|cuda    backend (default auto: CUDA where it works)\n"
     "  --device N          which GPU (default 0)\n"
     "  -j N                threads of the CPU (default: all cores)\n"
@@ -58,6 +61,8 @@ typedef struct {
     const char *stops[MAX_STOPS];
     size_t n_stops;
     bool escapes, tokens, seed_given, verify, verbose, quiet;
+    Ratios dp;             // NAN: the file's
+    bool dp_by_site;
     int context, n_threads, device;
     GenerateParams generate;
     PerplexityParams ppl;
@@ -70,6 +75,7 @@ typedef struct {
     Tokenizer *tokenizer;  // NULL: ids only
     Backend *be;
     Model model;
+    Thresholds thresholds;
     FILE *json;            // NULL: not asked for
     bool chatty;           // is the report for people wanted?
 } Run;
@@ -116,17 +122,6 @@ static int parse_float(float *value, const char *option, double low, double high
     const int rc = parse_double(&v, option, optarg, low, high, err);
     if (!rc) {
         *value = (float)v;
-    }
-    return rc;
-}
-
-static int parse_dp(Error *err) {
-    Ratios r;
-    bool by_site;
-    const int rc = parse_ratios(&r, &by_site, "--dp", optarg, 0.95, err);
-    if (!rc && (r.mlp > 0 || r.attn > 0)) {
-        return error_set(err, ERR_USAGE, "--dp %.50s: model files have no thresholds in this version; only 0 works",
-                         optarg);
     }
     return rc;
 }
@@ -181,7 +176,7 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
         o->ppl.max_tokens = n;
         return rc;
     }
-    case OPT_DP: return parse_dp(err);
+    case OPT_DP: return parse_ratios(&o->dp, &o->dp_by_site, "--dp", optarg, FILE_MAX_DP, err);
     case OPT_JSON: o->json = optarg; return OK;
     case OPT_VERIFY: o->verify = true; return OK;
     case ':': return error_set(err, ERR_USAGE, "%s needs a value", name);
@@ -191,7 +186,11 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
 
 /* Fills o; *done when the program has printed what was asked and may end. */
 static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error *err) {
-    *o = (Options){.backend = "auto", .generate = {.n_new = 256, .sample = {.temperature = 0.8f, .top_p = 0.9f}}};
+    *o = (Options){
+        .backend = "auto",
+        .dp = {NAN, NAN},
+        .generate = {.n_new = 256, .sample = {.temperature = 0.8f, .top_p = 0.9f}},
+    };
     opterr = 0;
     for (int opt; (opt = getopt_long(argc, argv, ":p:f:en:t:c:j:b:vqh", long_options, NULL)) != -1;) {
         if (opt == 'h' || opt == OPT_VERSION) {
@@ -227,45 +226,6 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
 
 /* ---- input -------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    char *data;
-    size_t n;
-} Bytes;
-
-/* All that a stream has; NUL bytes are bytes like others. */
-static int read_stream(Bytes *bytes, FILE *f, const char *name, Error *err) {
-    size_t capacity = 0, n = 0;
-    char *data = NULL;
-    do {
-        if (n == capacity) {
-            capacity = capacity ? 2 * capacity : 65536;
-            char *grown = realloc(data, capacity);
-            if (!grown) {
-                free(data);
-                return error_set(err, ERR_MEMORY, "%.300s: no memory for its text", name);
-            }
-            data = grown;
-        }
-        n += fread(data + n, 1, capacity - n, f);
-    } while (!feof(f) && !ferror(f));
-    if (ferror(f)) {
-        free(data);
-        return error_set(err, ERR_OPEN, "%.300s: %s", name, strerror(errno));
-    }
-    *bytes = (Bytes){data, n};
-    return OK;
-}
-
-static int read_file(Bytes *bytes, const char *path, Error *err) {
-    FILE *f = fopen(path, "rb");
-    if (!f) {
-        return error_set(err, ERR_OPEN, "%.300s: %s", path, strerror(errno));
-    }
-    const int rc = read_stream(bytes, f, path, err);
-    fclose(f);
-    return rc;
-}
-
 /* Value of a hexadecimal digit, -1 if it is none. */
 static int hex_digit(char c) {
     static const char digits[] = "0123456789abcdef";
@@ -294,35 +254,6 @@ static int expand_escapes(Bytes *bytes, const char *text, Error *err) {
         }
     }
     *bytes = (Bytes){out, n};
-    return OK;
-}
-
-typedef struct {
-    int *ids;
-    size_t n;
-} Ids;
-
-/* Raw little-endian ids, two bytes each, four if the vocabulary needs them. */
-static int ids_from_raw(Ids *ids, const Bytes *raw, const char *name, int vocab, Error *err) {
-    const size_t width = vocab > 65536 ? 4 : 2;
-    if (raw->n % width != 0) {
-        return error_set(err, ERR_FORMAT, "%.300s: %zu bytes are not a whole number of %zu-byte ids", name, raw->n,
-                         width);
-    }
-    int *out = memory_alloc(raw->n / width * sizeof *out);
-    if (!out) {
-        return error_set(err, ERR_MEMORY, "no memory for %zu ids", raw->n / width);
-    }
-    for (size_t i = 0; i < raw->n / width; i++) {
-        uint32_t id = 0;
-        memcpy(&id, raw->data + i * width, width);
-        if (id >= (uint32_t)vocab) {
-            free(out);
-            return error_set(err, ERR_FORMAT, "%.300s: id %u at position %zu, the vocabulary has %d", name, id, i, vocab);
-        }
-        out[i] = (int)id;
-    }
-    *ids = (Ids){out, raw->n / width};
     return OK;
 }
 
@@ -410,6 +341,24 @@ static double file_sparsity(const Checkpoint *ck) {
 
 static double bandwidth_gb_s(const GenerateResult *g) { return g->bytes_per_token / g->timing.tpot_ms * 1e-6; }
 
+/* What was skipped of the matrices that can skip columns; with -v site by site. */
+static void report_skipped(const Run *run, const ProductStats *sites) {
+    const ProductStats all = stats_sum(sites, N_DP_SITES);
+    if (all.elements == 0) {
+        return;
+    }
+    fprintf(stderr, "skipped   %.2f %% of inputs (%.4g %% asked), %.2f %% of weights, over Tiled-CBC matrices\n",
+            100 * stats_dp(&all), 100 * run->thresholds.asked, 100 * stats_total(&all));
+    for (int site = 0; site < N_DP_SITES && run->o.verbose; site++) {
+        const ProductStats *s = &sites[site];
+        if (s->elements > 0) {
+            const double asked = thresholds_asked(&run->thresholds, (Site)site);
+            fprintf(stderr, "          %-16s  %.2f %% of inputs (%.4g %% asked), %.2f %% of weights\n",
+                    site_name((Site)site), 100 * stats_dp(s), 100 * asked, 100 * stats_total(s));
+        }
+    }
+}
+
 static void report_generation(const Run *run, const GenerateResult *g) {
     const Timing *t = &g->timing;
     const Model *m = &run->model;
@@ -425,16 +374,11 @@ static void report_generation(const Run *run, const GenerateResult *g) {
     }
     fprintf(stderr, "total     %.2f ms, seed %llu, stop: %s\n", t->total_ms,
             (unsigned long long)run->o.generate.sample.seed, stop_reason_name(g->stop));
+    report_skipped(run, g->sites);
     if (run->o.verbose) {
-        const ProductStats *p = &g->products;
         fprintf(stderr, "memory    weights %s, KV %s, activations %s, peak %s\n", size_text((double)m->weight_bytes).text,
                 size_text((double)m->kv_bytes).text, size_text((double)m->scratch_bytes).text,
                 size_text((double)memory_peak()).text);
-        if (p->elements > 0) {
-            fprintf(stderr, "skipped   %.2f %% of inputs, %.2f %% of weights over Tiled-CBC matrices\n",
-                    100 * (1 - (double)p->active_elements / (double)p->elements),
-                    100 * (1 - (double)p->active_nonzeros / (double)p->elements));
-        }
     }
 }
 
@@ -451,6 +395,7 @@ static void add_figure(cJSON *json, const char *key, double value) {
 static int write_json(const Run *run, const GenerateResult *g, const PerplexityResult *p, Error *err) {
     const Timing none = {0, 0, NAN, NAN, NAN, NAN, NAN, NAN, NAN}, *t = g ? &g->timing : &none;
     const bool steps = g && t->decode_tokens >= 2;
+    const ProductStats products = steps ? g->products : p ? stats_sum(p->sites, N_DP_SITES) : (ProductStats){0};
     cJSON *json = cJSON_CreateObject();
     add_figure(json, "ttft_ms", t->ttft_ms);
     add_figure(json, "prefill_tokens", g ? (double)t->prefill_tokens : NAN);
@@ -465,11 +410,9 @@ static int write_json(const Run *run, const GenerateResult *g, const PerplexityR
     add_figure(json, "ceiling_gb_s", NAN);      // measured by the benchmarks
     add_figure(json, "joules_per_token", NAN);  // needs NVML
     add_figure(json, "sp", file_sparsity(&run->ck));
-    add_figure(json, "dp_asked", 0);
-    add_figure(json, "dp_reached",
-               steps && g->products.elements > 0
-                   ? 1 - (double)g->products.active_elements / (double)g->products.elements
-                   : NAN);
+    add_figure(json, "dp_asked", run->thresholds.asked);
+    add_figure(json, "dp_reached", stats_dp(&products));
+    add_figure(json, "total", stats_total(&products));
     add_figure(json, "nll", p ? p->nll : NAN);
     add_figure(json, "nll_stderr", p ? p->nll_stderr : NAN);
     add_figure(json, "perplexity", p ? p->perplexity : NAN);
@@ -541,7 +484,7 @@ static int answer_input(Run *run, const char *prompt, bool last, Error *err) {
         input = (Bytes){strdup(prompt), strlen(prompt)};
         rc = input.data ? OK : error_set(err, ERR_MEMORY, "no memory for a prompt");
     } else {
-        rc = run->o.file ? read_file(&input, run->o.file, err) : read_stream(&input, stdin, name, err);
+        rc = run->o.file ? input_read_file(&input, run->o.file, err) : input_read_stream(&input, stdin, name, err);
     }
     if (!rc && !run->o.tokens) {
         hint_control_tokens(run, &input);
@@ -576,7 +519,7 @@ static int measure_perplexity(Run *run, Error *err) {
     Ids ids = {0};
     PerplexityResult p;
     Progress progress = {.label = "perplexity", .unit = "windows", .quiet = !run->chatty};
-    int rc = read_file(&input, run->o.ppl_file, err);
+    int rc = input_read_file(&input, run->o.ppl_file, err);
     rc = rc ? rc : ids_from_input(&ids, run, &input, run->o.ppl_file, false, err);
     rc = rc ? rc : perplexity(&p, &run->model, ids.ids, ids.n, &run->o.ppl, show_perplexity, &progress, err);
     free(ids.ids);
@@ -586,9 +529,12 @@ static int measure_perplexity(Run *run, Error *err) {
     }
     progress_end(&progress);
     if (run->chatty) {
-        fprintf(stderr, "protocol  %zu windows of %d, stride %d, prefix %d not scored, no BOS inserted; %zu tokens scored\n",
+        fprintf(stderr,
+                "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; "
+                "%zu tokens scored\n",
                 p.n_windows, p.protocol.window, p.protocol.stride, p.protocol.prefix, p.n_scored);
-        fprintf(stderr, "sparsity  static %.4f over the pruned matrices, dynamic 0\n", file_sparsity(&run->ck));
+        fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", file_sparsity(&run->ck));
+        report_skipped(run, p.sites);
         fprintf(stderr, "nll       %.6f +- %.6f nats a token\nppl       %.4f\n", p.nll, p.nll_stderr, p.perplexity);
         fprintf(stderr, "speed     %.1f tok/s\n", (double)p.n_scored / p.ms * 1e3);
     }
@@ -612,6 +558,36 @@ static int load_tokenizer(Run *run, Error *err) {
     return OK;
 }
 
+/* Choose the thresholds and put them in force. */
+static int set_thresholds(Run *run, Error *err) {
+    const int rc = thresholds_choose(&run->thresholds, &run->ck, &run->o.dp, run->o.dp_by_site, err);
+    if (!rc) {
+        model_set_thresholds(&run->model, run->thresholds.values);
+    }
+    return rc;
+}
+
+/* The dynamic ratio in force, whose it is, and which sites cannot follow it. */
+static void report_dp(const Run *run) {
+    const Thresholds *t = &run->thresholds;
+    const bool given = !isnan(run->o.dp.mlp) || !isnan(run->o.dp.attn);
+    if (t->ratios.mlp == t->ratios.attn) {
+        fprintf(stderr, "dynamic   %.4g", t->ratios.mlp);
+    } else {
+        fprintf(stderr, "dynamic   mlp %.4g, attn %.4g", t->ratios.mlp, t->ratios.attn);
+    }
+    fprintf(stderr, " %s", given ? "asked" : checkpoint_find(&run->ck, SECTION_QUANTILES, -1) ? "from the file"
+                                                                                             : "(the file has no quantiles)");
+    const char *before = "; stored dense, skips nothing: ";
+    for (int site = 0; site < N_DP_SITES; site++) {
+        if (t->n_tiled[site] == 0 && thresholds_asked(t, (Site)site) > 0) {
+            fprintf(stderr, "%s%s", before, site_name((Site)site));
+            before = ", ";
+        }
+    }
+    fputc('\n', stderr);
+}
+
 static int set_up(Run *run, Error *err) {
     const Options *o = &run->o;
     const double start = time_ms();
@@ -628,6 +604,7 @@ static int set_up(Run *run, Error *err) {
     // Perplexity needs a cache of one window, however long the model's context is.
     const int context = ppl ? (o->ppl.window ? o->ppl.window : run->ck.config.seq_len) : o->context;
     rc = rc ? rc : model_load(&run->model, &run->ck, run->be, context, ppl, err);
+    rc = rc ? rc : set_thresholds(run, err);
     if (rc) {
         return rc;
     }
@@ -642,14 +619,16 @@ static int set_up(Run *run, Error *err) {
         fprintf(stderr, "note      %s; using the CPU\n", note.text);
     }
     if (run->chatty) {
-        fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse, dynamic pruning 0; loaded in %.0f ms%s\n",
+        fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse; loaded in %.0f ms%s\n",
                 run->be->device, o->model, size_text((double)run->ck.bytes).text, 100 * file_sparsity(&run->ck),
                 time_ms() - start, o->verify ? ", checksums verified" : "");
+        report_dp(run);
     }
     return OK;
 }
 
 static void tear_down(Run *run) {
+    thresholds_free(&run->thresholds);
     model_free(&run->model);
     if (run->be) {
         run->be->free(run->be);

@@ -1,6 +1,7 @@
 /* convert: the converter's command line. See README.md for what the options mean. */
 #include <errno.h>
 #include <getopt.h>
+#include <limits.h>
 #include <math.h>
 #include <signal.h>
 #include <string.h>
@@ -11,6 +12,8 @@
 #include "info.h"
 #include "pack.h"
 
+#define DEFAULT_DP 0.4
+
 static const char usage[] =
     "usage: convert SOURCE OUT [options]        prune and compress a checkpoint\n"
     "       convert --synthetic SHAPE OUT [options]   random weights, for speed work\n"
@@ -20,10 +23,20 @@ static const char usage[] =
     "pruning\n"
     "  --sp R | mlp=R,attn=R    share of weights to remove (default 0.3); naming attn implies --prune all\n"
     "  --prune mlp|all          which matrices: gate, up, down; or q, k, v, o too (default mlp)\n"
-    "  --method magnitude       how to choose them (default magnitude)\n"
-    "  --per-row                count for each row instead of each matrix\n"
+    "  --method magnitude|wanda|sparsegpt   how to choose them (default wanda; of --synthetic magnitude)\n"
+    "  --per-row                magnitude: count for each row instead of each matrix\n"
+    "  --dp R                   dynamic ratio that run uses unless told otherwise (default 0.4); 0: no calibration,\n"
+    "                           and run skips no columns\n"
+    "calibration, for wanda, sparsegpt and --dp\n"
+    "  --calib FILE             plain text, JSON lines (.jsonl) or token ids (.tok) (default: a text that ships with\n"
+    "                           the program)\n"
+    "  --calib-dp FILE          the same for --dp alone (default: as --calib)\n"
+    "  --calib-tokens N         use so many tokens (default 128 sequences)\n"
+    "  --calib-len L            in sequences of L (default: the context, at most 2048)\n"
+    "  -b auto|cpu|cuda         what runs it (default auto)\n"
     "storage\n"
-    "  --format auto|dense|tiled-cbc   of pruned matrices; auto: Tiled-CBC where smaller (default auto)\n"
+    "  --format auto|dense|tiled-cbc   of pruned matrices; auto (default): Tiled-CBC where it is smaller, and\n"
+    "                           where --dp is above 0\n"
     "  --tokenizer FILE         sentencepiece model (default: SOURCE's tokenizer.model)\n"
     "  --no-tokenizer           a file that takes token ids only\n"
     "  --force                  overwrite OUT\n"
@@ -36,14 +49,17 @@ static const char usage[] =
 
 typedef struct {
     const char *source, *out, *info, *synthetic, *tokenizer;
-    bool no_tokenizer, force, prune_named;
+    const char *calib, *calib_dp;  // NULL: the shipped text; as calib
+    const char *backend;
+    bool no_tokenizer, force, prune_named, method_named, dp_named;
     uint64_t seed;
+    CalibParams calibration;
     PackOptions pack;
 } Options;
 
 enum {
     OPT_SP = 256, OPT_PRUNE, OPT_METHOD, OPT_PER_ROW, OPT_FORMAT, OPT_TOKENIZER, OPT_NO_TOKENIZER, OPT_FORCE,
-    OPT_SEED, OPT_INFO, OPT_SYNTHETIC, OPT_VERSION, OPT_CALIBRATION,
+    OPT_SEED, OPT_INFO, OPT_SYNTHETIC, OPT_VERSION, OPT_CALIB, OPT_CALIB_DP, OPT_CALIB_TOKENS, OPT_CALIB_LEN, OPT_DP,
 };
 
 static const struct option long_options[] = {
@@ -59,11 +75,11 @@ static const struct option long_options[] = {
     {"info", required_argument, NULL, OPT_INFO},
     {"synthetic", required_argument, NULL, OPT_SYNTHETIC},
     {"version", no_argument, NULL, OPT_VERSION},
-    {"calib", required_argument, NULL, OPT_CALIBRATION},
-    {"calib-dp", required_argument, NULL, OPT_CALIBRATION},
-    {"calib-tokens", required_argument, NULL, OPT_CALIBRATION},
-    {"calib-len", required_argument, NULL, OPT_CALIBRATION},
-    {"dp", required_argument, NULL, OPT_CALIBRATION},
+    {"calib", required_argument, NULL, OPT_CALIB},
+    {"calib-dp", required_argument, NULL, OPT_CALIB_DP},
+    {"calib-tokens", required_argument, NULL, OPT_CALIB_TOKENS},
+    {"calib-len", required_argument, NULL, OPT_CALIB_LEN},
+    {"dp", required_argument, NULL, OPT_DP},
     {"help", no_argument, NULL, 'h'},
     {0},
 };
@@ -98,7 +114,9 @@ static int parse_sp(Options *o, const char *text, Error *err) {
 
 static int parse_option(Options *o, int opt, const char *name, Error *err) {
     static const char *const sites[] = {"mlp", "all"};
-    static const char *const formats[] = {"auto", "dense", "tiled-cbc"};  // in order of Storage
+    static const char *const formats[] = {"auto", "dense", "tiled-cbc"};        // in order of Storage
+    static const char *const methods[] = {"magnitude", "wanda", "sparsegpt"};  // in order of Method
+    static const char *const backends[] = {"auto", "cpu", "cuda"};
     long number;
     int rc = OK;
     switch (opt) {
@@ -113,14 +131,15 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
         o->prune_named = true;
         o->pack.prune_attn = strcmp(optarg, "all") == 0;
         break;
-    case OPT_METHOD:
-        if (strcmp(optarg, "wanda") == 0 || strcmp(optarg, "sparsegpt") == 0) {
-            return error_set(err, ERR_USAGE, "--method %s: not available in this version, only magnitude", optarg);
+    case OPT_METHOD: {
+        const int method = find_name(optarg, methods, 3);
+        if (method < 0) {
+            return error_set(err, ERR_USAGE, "--method %.100s: not magnitude, wanda or sparsegpt", optarg);
         }
-        if (strcmp(optarg, "magnitude") != 0) {
-            return error_set(err, ERR_USAGE, "--method %.100s: not magnitude", optarg);
-        }
+        o->pack.method = (Method)method;
+        o->method_named = true;
         break;
+    }
     case OPT_PER_ROW: o->pack.per_row = true; break;
     case OPT_FORMAT: {
         const int format = find_name(optarg, formats, 3);
@@ -136,8 +155,25 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     case OPT_SEED: return parse_u64(&o->seed, "--seed", optarg, err);
     case OPT_INFO: o->info = optarg; break;
     case OPT_SYNTHETIC: o->synthetic = optarg; break;
-    case OPT_CALIBRATION:
-        return error_set(err, ERR_USAGE, "--%s: calibration is not available in this version", name);
+    case OPT_CALIB: o->calib = optarg; break;
+    case OPT_CALIB_DP: o->calib_dp = optarg; break;
+    case OPT_CALIB_TOKENS:
+        rc = parse_long(&number, "--calib-tokens", optarg, CALIB_MIN_TOKENS, INT_MAX, err);
+        o->calibration.max_tokens = rc ? 0 : (size_t)number;
+        break;
+    case OPT_CALIB_LEN:
+        rc = parse_long(&number, "--calib-len", optarg, 2, INT_MAX, err);
+        o->calibration.length = rc ? 0 : (size_t)number;
+        break;
+    case OPT_DP:
+        o->dp_named = true;
+        return parse_double(&o->pack.dp, "--dp", optarg, 0, FILE_MAX_DP, err);
+    case 'b':
+        if (find_name(optarg, backends, 3) < 0) {
+            return error_set(err, ERR_USAGE, "-b %.100s: not auto, cpu or cuda", optarg);
+        }
+        o->backend = optarg;
+        break;
     case 'j':
         rc = parse_long(&number, "-j", optarg, 1, 1024, err);
         o->pack.n_threads = rc ? 0 : (int)number;
@@ -149,11 +185,28 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     return rc;
 }
 
+/* What was not named, and what does not go together. */
+static int complete_options(Options *o, Error *err) {
+    if (o->tokenizer && o->no_tokenizer) {
+        return error_set(err, ERR_USAGE, "--tokenizer and --no-tokenizer exclude each other");
+    }
+    if (!o->method_named && !o->synthetic) {
+        o->pack.method = METHOD_WANDA;
+    }
+    if (o->pack.per_row && o->pack.method != METHOD_MAGNITUDE) {
+        return error_set(err, ERR_USAGE, "--per-row goes with --method magnitude");
+    }
+    if (!o->dp_named && o->pack.storage == STORE_DENSE) {
+        o->pack.dp = 0;  // nothing in the file could be skipped
+    }
+    return OK;
+}
+
 /* Fills o; *done when the program has printed what was asked and may end. */
 static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error *err) {
-    *o = (Options){.pack = {.sp = {0.3, 0.3}}};
+    *o = (Options){.backend = "auto", .pack = {.sp = {0.3, 0.3}, .dp = DEFAULT_DP}};
     opterr = 0;
-    for (int opt, index = -1; (opt = getopt_long(argc, argv, ":j:qh", long_options, &index)) != -1; index = -1) {
+    for (int opt, index = -1; (opt = getopt_long(argc, argv, ":b:j:qh", long_options, &index)) != -1; index = -1) {
         if (opt == 'h' || opt == OPT_VERSION) {
             fputs(opt == 'h' ? usage : "convert (spdp) " VERSION "\n", stdout);
             *done = true;
@@ -176,14 +229,11 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
                                                    ? "OUT is missing (-h shows the usage)"
                                                    : "SOURCE and OUT are missing (-h shows the usage)");
     }
-    if (o->tokenizer && o->no_tokenizer) {
-        return error_set(err, ERR_USAGE, "--tokenizer and --no-tokenizer exclude each other");
-    }
     if (!o->info) {
         o->out = argv[argc - 1];
         o->source = o->synthetic ? NULL : argv[optind];
     }
-    return OK;
+    return complete_options(o, err);
 }
 
 static int print_info(const char *path, Error *err) {
@@ -219,10 +269,12 @@ static int read_file(void **data, size_t *bytes, const char *path, Error *err) {
     return OK;
 }
 
-/* The tokenizer that goes into the file: a file's, the source's, or none; it must load and fit the vocabulary. */
-static int choose_tokenizer(PackOptions *pack, void **owned, const Options *o, const Source *s, Error *err) {
+/* The tokenizer that goes into the file: a file's, the source's, or none; it must load and fit the vocabulary.
+ *   owned  what has to be freed with the bytes of a file
+ *   t      NULL if there is none */
+static int choose_tokenizer(PackOptions *pack, void **owned, Tokenizer **t, const Options *o, const Source *s,
+                            Error *err) {
     const char *from = o->tokenizer ? o->tokenizer : "tokenizer.model";
-    *owned = NULL;
     if (o->no_tokenizer || (o->synthetic && !o->tokenizer)) {
         return OK;
     }
@@ -241,18 +293,65 @@ static int choose_tokenizer(PackOptions *pack, void **owned, const Options *o, c
                          "%.200s: has no tokenizer.model; name one with --tokenizer, or use --no-tokenizer",
                          o->source);
     }
-    Tokenizer *t;
     char reason[200];
-    if (!tokenizer_load(&t, pack->tokenizer, pack->tokenizer_bytes, reason, sizeof reason)) {
+    if (!tokenizer_load(t, pack->tokenizer, pack->tokenizer_bytes, reason, sizeof reason)) {
         return error_set(err, ERR_FORMAT, "%.200s: %s", from, reason);
     }
-    const int pieces = tokenizer_vocab_size(t);
-    tokenizer_free(t);
-    if (pieces > s->config.vocab_size) {
-        return error_set(err, ERR_SHAPE, "%.200s has %d pieces, but the model's vocabulary is %d", from, pieces,
-                         s->config.vocab_size);
+    if (tokenizer_vocab_size(*t) > s->config.vocab_size) {
+        return error_set(err, ERR_SHAPE, "%.200s has %d pieces, but the model's vocabulary is %d", from,
+                         tokenizer_vocab_size(*t), s->config.vocab_size);
     }
     return OK;
+}
+
+/* One calibration text: a file's, the shipped one, or random ids for random weights. */
+static int load_text(CalibText *text, const char *option, const char *path, const Options *o, const Tokenizer *t,
+                     const Config *config, Error *err) {
+    const int rc = o->synthetic && !path ? calib_text_random(text, config, &o->calibration, o->seed, err)
+                                         : calib_text_load(text, path, t, config, &o->calibration, err);
+    if (rc) {
+        error_prefix(err, option);
+    } else if (!o->pack.quiet) {
+        fprintf(stderr, "%-10s %zu tokens of %s\n", option + 2, text->n, text->name);
+    }
+    return rc;
+}
+
+/* What calibration needs: a backend, a text for static pruning, one for dynamic pruning; whichever is asked for. */
+typedef struct {
+    CalibText sp, dp;
+    Backend *be;
+} Calibrators;
+
+static int open_calibrators(Calibrators *c, Options *o, const Tokenizer *t, const Config *config, Error *err) {
+    PackOptions *pack = &o->pack;
+    const bool sp = pack_measures(pack), own_dp = pack->dp > 0 && (o->calib_dp || !sp);
+    o->calibration.quiet = pack->quiet;
+    int rc = sp ? load_text(&c->sp, "--calib", o->calib, o, t, config, err) : OK;
+    if (!rc && own_dp) {
+        rc = load_text(&c->dp, o->calib_dp ? "--calib-dp" : "--calib", o->calib_dp ? o->calib_dp : o->calib, o, t,
+                       config, err);
+    }
+    if (rc || (!sp && pack->dp == 0)) {
+        return rc;
+    }
+    Error note = {0};
+    rc = backend_open(&c->be, o->backend, 0, true, pack->n_threads, NULL, &note, err);
+    if (!rc && note.code && !pack->quiet) {
+        fprintf(stderr, "note       %s\n", note.text);
+    }
+    pack->be = c->be;
+    pack->sp_text = &c->sp;
+    pack->dp_text = own_dp ? &c->dp : &c->sp;
+    return rc;
+}
+
+static void close_calibrators(Calibrators *c) {
+    calib_text_free(&c->sp);
+    calib_text_free(&c->dp);
+    if (c->be) {
+        c->be->free(c->be);
+    }
 }
 
 static void report(const Options *o, const PackReport *r, double seconds) {
@@ -278,13 +377,18 @@ static int convert(Options *o, Error *err) {
         return rc;
     }
     o->pack.source_name = o->synthetic ? o->synthetic : o->source;
-    void *owned;
+    void *owned = NULL;
+    Tokenizer *tokenizer = NULL;
+    Calibrators calibrators = {0};
     Writer *writer;
     PackReport result;
-    rc = choose_tokenizer(&o->pack, &owned, o, source, err);
+    rc = choose_tokenizer(&o->pack, &owned, &tokenizer, o, source, err);
+    rc = rc ? rc : open_calibrators(&calibrators, o, tokenizer, &source->config, err);
     if (!rc && !(rc = writer_open(&writer, o->out, &source->config, o->force, err))) {
         rc = pack_model(&result, source, writer, &o->pack, err);
     }
+    close_calibrators(&calibrators);
+    tokenizer_free(tokenizer);
     free(owned);
     source->free(source);
     if (!rc && !o->pack.quiet) {

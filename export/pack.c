@@ -3,7 +3,15 @@
 #include <cjson/cJSON.h>
 #include <string.h>
 
+#include "calibrate.h"
+#include "dynamic.h"
 #include "prune.h"
+#include "sparsegpt.h"
+
+#define LONG_SECONDS 60  // calibration that takes longer is announced
+
+/* The matrices of a layer, in the order of the file. */
+enum { LAYER_ATTN_NORM, LAYER_QKV, LAYER_O, LAYER_MLP_NORM, LAYER_GATE_UP, LAYER_DOWN, N_LAYER_MATRICES };
 
 /* One source matrix inside a fused one: its rows are first, first + step, ... */
 typedef struct {
@@ -21,6 +29,16 @@ typedef struct {
     Part parts[FILE_MAX_PARTS];
 } Fused;
 
+/* One that is in memory. */
+typedef struct {
+    const Fused *fused;
+    int layer;  // -1 outside the layers
+    char name[32];
+    fp16 *values;  // (rows, stride)
+    size_t rows, cols, stride;
+    size_t n_zeros;
+} Loaded;
+
 typedef struct {
     Source *source;
     Writer *writer;
@@ -28,7 +46,14 @@ typedef struct {
     PackReport report;
     Progress progress;
     size_t done_bytes;
+    char ratios[200];  // reached in the current layer, for people
 } Pack;
+
+/* What SparseGPT knows of a site. */
+typedef struct {
+    const double *factor;
+    bool *dead;
+} Inverse;
 
 static bool is_attention(Site site) { return site == SITE_ATTN_IN || site == SITE_ATTN_OUT; }
 
@@ -36,57 +61,149 @@ static bool is_pruned(const PackOptions *o, Site site) {
     return site == SITE_MLP_IN || site == SITE_MLP_HIDDEN || (is_attention(site) && o->prune_attn);
 }
 
-/* Read and prune all parts into w (rows, stride). */
-static int read_parts(Pack *p, fp16 *w, const Fused *f, int layer, size_t stride, FilePart *file_parts, size_t *nnz,
-                      Error *err) {
-    const PackOptions *o = p->options;
-    const double ratio = !is_pruned(o, f->site) ? 0 : is_attention(f->site) ? o->sp.attn : o->sp.mlp;
-    *nnz = 0;
+/* Share of a site's weights to remove. */
+static double site_ratio(const PackOptions *o, Site site) {
+    return !is_pruned(o, site) ? 0 : is_attention(site) ? o->sp.attn : o->sp.mlp;
+}
+
+bool pack_measures(const PackOptions *o) {
+    return o->method != METHOD_MAGNITUDE && (site_ratio(o, SITE_MLP_IN) > 0 || site_ratio(o, SITE_ATTN_IN) > 0);
+}
+
+/* ---- read ---- */
+
+static void unload(Loaded *m) {
+    free(m->values);
+    m->values = NULL;
+}
+
+static int load(Loaded *m, Pack *p, const Fused *f, int layer, Error *err) {
+    *m = (Loaded){.fused = f, .layer = layer};
+    if (layer < 0) {
+        snprintf(m->name, sizeof m->name, "%s", f->name);
+    } else {
+        snprintf(m->name, sizeof m->name, "layers.%d.%s", layer, f->name);
+    }
+    for (size_t i = 0; i < f->n_parts; i++) {
+        size_t rows;
+        tensor_shape(&p->source->config, f->parts[i].tensor, &rows, &m->cols);
+        m->rows += rows;
+    }
+    m->stride = dense_stride(m->cols);
+    m->values = memory_alloc(m->rows * m->stride * sizeof *m->values);
+    if (!m->values) {
+        return error_set(err, ERR_MEMORY, "no memory for %s (%zu x %zu)", m->name, m->rows, m->cols);
+    }
     for (size_t i = 0; i < f->n_parts; i++) {
         const Part *part = &f->parts[i];
-        size_t rows, cols;
-        tensor_shape(&p->source->config, part->tensor, &rows, &cols);
-        fp16 *first = w + part->first * stride;
-        const int rc = p->source->read(p->source, part->tensor, layer, first, part->step * stride, o->n_threads, err);
+        const int rc = p->source->read(p->source, part->tensor, layer, m->values + part->first * m->stride,
+                                       part->step * m->stride, p->options->n_threads, err);
         if (rc) {
+            unload(m);
             return rc;
         }
-        const size_t zeros = prune_magnitude(first, rows, cols, part->step * stride, ratio, o->per_row, o->n_threads);
-        *nnz += rows * cols - zeros;
-        if (is_pruned(o, f->site)) {
-            p->report.pruned_elements += rows * cols;
-            p->report.pruned_zeros += zeros;
-        }
-        if (is_attention(f->site)) {
-            p->report.attn_elements += rows * cols;
-            p->report.attn_zeros += zeros;
-        }
-        file_parts[i] = (FilePart){.first = (uint32_t)part->first, .step = (uint32_t)part->step, .n_rows = (uint32_t)rows};
-        snprintf(file_parts[i].name, sizeof file_parts[i].name, "%s", part->name);
-        p->done_bytes += rows * cols * sizeof(fp16);
     }
     return OK;
 }
 
-/* Store as Tiled-CBC if that was asked for, or by choice if it is smaller. *stored = false: it was not. */
-static int write_tiled(Pack *p, const MatrixLabel *label, const fp16 *w, size_t rows, size_t cols, size_t nnz,
-                       bool *stored, Error *err) {
-    const Storage storage = p->options->storage;
-    const size_t stride = dense_stride(cols), dense_bytes = rows * stride * sizeof(fp16);
+/* ---- prune ---- */
+
+/* Prune one source matrix, by magnitude unless the inputs of its site were measured. */
+static int prune_part(size_t *zeros, const PackOptions *o, fp16 *w, size_t rows, size_t cols, size_t stride,
+                      double ratio, const InputStats *stats, const Inverse *inverse, Error *err) {
+    if (stats && stats->kind == STATS_SQUARES) {
+        return prune_wanda(zeros, w, rows, cols, stride, stats->sums, ratio, o->n_threads, err);
+    }
+    if (stats && stats->kind == STATS_PRODUCTS) {
+        return sparsegpt_prune(zeros, w, rows, cols, stride, inverse->factor, inverse->dead, ratio, o->n_threads, err);
+    }
+    *zeros = prune_magnitude(w, rows, cols, stride, ratio, o->per_row, o->n_threads);
+    return OK;
+}
+
+static void note_ratio(Pack *p, const char *name, double ratio) {
+    const size_t used = strlen(p->ratios);
+    snprintf(p->ratios + used, sizeof p->ratios - used, "  %s %.4f", name, ratio);
+}
+
+static int prune_parts(Pack *p, Loaded *m, const InputStats *stats, const Inverse *inverse, Error *err) {
+    const Site site = m->fused->site;
+    for (size_t i = 0; i < m->fused->n_parts; i++) {
+        const Part *part = &m->fused->parts[i];
+        size_t rows, cols, zeros;
+        tensor_shape(&p->source->config, part->tensor, &rows, &cols);
+        const int rc = prune_part(&zeros, p->options, m->values + part->first * m->stride, rows, cols,
+                                  part->step * m->stride, site_ratio(p->options, site), stats, inverse, err);
+        if (rc) {
+            error_prefix(err, part->name);
+            error_prefix(err, m->name);
+            return rc;
+        }
+        m->n_zeros += zeros;
+        if (is_pruned(p->options, site)) {
+            p->report.pruned_elements += rows * cols;
+            p->report.pruned_zeros += zeros;
+            note_ratio(p, part->name, (double)zeros / (double)(rows * cols));
+        }
+        if (is_attention(site)) {
+            p->report.attn_elements += rows * cols;
+            p->report.attn_zeros += zeros;
+        }
+    }
+    return OK;
+}
+
+/* Prune with SparseGPT: the parts share the inverse of their inputs' products, which becomes of the sums. */
+static int prune_compensated(Pack *p, Loaded *m, InputStats *stats, Error *err) {
+    bool *dead = memory_alloc(m->cols * sizeof *dead);
+    double damping;
+    int rc = dead ? sparsegpt_factor(stats->sums, dead, &damping, m->cols, p->options->sp_text->n,
+                                     p->options->n_threads, err)
+                  : error_set(err, ERR_MEMORY, "no memory");
+    if (rc) {
+        error_prefix(err, m->name);
+    } else {
+        if (damping > SPARSEGPT_DAMPING && !p->options->quiet) {
+            progress_end(&p->progress);
+            fprintf(stderr, "note       %s: the Hessian needed a damping of %g instead of %g\n", m->name, damping,
+                    SPARSEGPT_DAMPING);
+        }
+        rc = prune_parts(p, m, stats, &(Inverse){stats->sums, dead}, err);
+    }
+    free(dead);
+    return rc;
+}
+
+/* One line for each layer. */
+static void show_layer(Pack *p, int layer) {
+    if (!p->options->quiet) {
+        progress_end(&p->progress);
+        fprintf(stderr, "layer %-4d %s\n", layer, p->ratios + strspn(p->ratios, " "));
+    }
+    p->ratios[0] = 0;
+}
+
+/* ---- write ---- */
+
+/* Store as Tiled-CBC if that was asked for, or by choice if it is smaller or lets columns be skipped. *stored = false:
+ * it was not. */
+static int write_tiled(Pack *p, const MatrixLabel *label, const Loaded *m, bool *stored, Error *err) {
+    const bool choose = p->options->storage == STORE_AUTO && p->options->dp == 0;
+    const size_t dense_bytes = m->rows * m->stride * sizeof(fp16);
     *stored = false;
-    if (!label->pruned || storage == STORE_DENSE ||
+    if (!label->pruned || p->options->storage == STORE_DENSE ||
         // The formula leaves padding out: when it is too large already, there is no need to encode.
-        (storage == STORE_AUTO && tiled_cbc_storage_formula(rows, cols, nnz) >= dense_bytes)) {
+        (choose && tiled_cbc_storage_formula(m->rows, m->cols, m->rows * m->cols - m->n_zeros) >= dense_bytes)) {
         return OK;
     }
     TiledCbc cbc;
     TiledCbcStats stats;
     void *block;
-    int rc = tiled_cbc_encode(&cbc, &block, &stats, w, rows, cols, stride, p->options->n_threads, err);
+    int rc = tiled_cbc_encode(&cbc, &block, &stats, m->values, m->rows, m->cols, m->stride, p->options->n_threads, err);
     if (rc) {
         return rc;
     }
-    if (storage == STORE_TILED_CBC || tiled_cbc_storage(&cbc) < dense_bytes) {
+    if (!choose || tiled_cbc_storage(&cbc) < dense_bytes) {
         rc = writer_tiled_cbc(p->writer, label, &cbc, block, &stats, err);
         *stored = rc == OK;
         p->report.n_tiled += *stored;
@@ -95,46 +212,238 @@ static int write_tiled(Pack *p, const MatrixLabel *label, const fp16 *w, size_t 
     return rc;
 }
 
-static int pack_matrix(Pack *p, const Fused *f, int layer, Error *err) {
-    size_t rows = 0, cols = 0;
-    for (size_t i = 0; i < f->n_parts; i++) {
-        size_t part_rows;
-        tensor_shape(&p->source->config, f->parts[i].tensor, &part_rows, &cols);
-        rows += part_rows;
-    }
-    char name[32];
-    if (layer < 0) {
-        snprintf(name, sizeof name, "%s", f->name);
-    } else {
-        snprintf(name, sizeof name, "layers.%d.%s", layer, f->name);
-    }
-    const size_t stride = dense_stride(cols);
-    fp16 *w = memory_alloc(rows * stride * sizeof *w);
-    if (!w) {
-        return error_set(err, ERR_MEMORY, "no memory for %s (%zu x %zu)", name, rows, cols);
-    }
+static int store(Pack *p, const Loaded *m, Error *err) {
+    const Fused *f = m->fused;
     FilePart parts[FILE_MAX_PARTS] = {0};
+    for (size_t i = 0; i < f->n_parts; i++) {
+        size_t rows, cols;
+        tensor_shape(&p->source->config, f->parts[i].tensor, &rows, &cols);
+        parts[i] = (FilePart){
+            .first = (uint32_t)f->parts[i].first, .step = (uint32_t)f->parts[i].step, .n_rows = (uint32_t)rows};
+        snprintf(parts[i].name, sizeof parts[i].name, "%s", f->parts[i].name);
+    }
     const MatrixLabel label = {
         .kind = f->kind,
-        .layer = layer,
-        .name = name,
+        .layer = m->layer,
+        .name = m->name,
         .pruned = is_pruned(p->options, f->site),
         .parts = parts,
         .n_parts = f->n_parts,
     };
-    size_t nnz;
     bool stored;
-    int rc = read_parts(p, w, f, layer, stride, parts, &nnz, err);
-    if (!rc) {
-        rc = write_tiled(p, &label, w, rows, cols, nnz, &stored, err);
-    }
+    int rc = write_tiled(p, &label, m, &stored, err);
     if (!rc && !stored) {
-        rc = writer_dense(p->writer, &label, w, rows, cols, err);
+        rc = writer_dense(p->writer, &label, m->values, m->rows, m->cols, err);
     }
-    free(w);
-    p->report.dense_bytes += rows * stride * sizeof(fp16);
-    progress_show(&p->progress, (double)p->done_bytes * 1e-6, (double)p->source->bytes * 1e-6);
+    p->report.dense_bytes += m->rows * m->stride * sizeof(fp16);
     return rc;
+}
+
+/* ---- matrix by matrix ---- */
+
+static int pack_matrix(Pack *p, const Fused *f, int layer, Error *err) {
+    Loaded m;
+    int rc = load(&m, p, f, layer, err);
+    if (rc) {
+        return rc;
+    }
+    rc = prune_parts(p, &m, NULL, NULL, err);
+    rc = rc ? rc : store(p, &m, err);
+    unload(&m);
+    p->done_bytes += m.rows * m.cols * sizeof(fp16);
+    if (!pack_measures(p->options)) {
+        progress_show(&p->progress, (double)p->done_bytes * 1e-6, (double)p->source->bytes * 1e-6);
+    }
+    return rc;
+}
+
+static int pack_layers_by_magnitude(Pack *p, const Fused layer_matrices[N_LAYER_MATRICES], Error *err) {
+    for (int l = 0; l < p->source->config.n_layers; l++) {
+        for (size_t i = 0; i < N_LAYER_MATRICES; i++) {
+            const int rc = pack_matrix(p, &layer_matrices[i], l, err);
+            if (rc) {
+                return rc;
+            }
+        }
+        show_layer(p, l);
+    }
+    return OK;
+}
+
+/* ---- layer by layer, with calibration ---- */
+
+static void unload_layer(Loaded matrices[N_LAYER_MATRICES]) {
+    for (size_t i = 0; i < N_LAYER_MATRICES; i++) {
+        unload(&matrices[i]);
+    }
+}
+
+static int load_layer(Loaded matrices[N_LAYER_MATRICES], Pack *p, const Fused layer_matrices[N_LAYER_MATRICES],
+                      int layer, Error *err) {
+    memset(matrices, 0, N_LAYER_MATRICES * sizeof *matrices);
+    for (size_t i = 0; i < N_LAYER_MATRICES; i++) {
+        const int rc = load(&matrices[i], p, &layer_matrices[i], layer, err);
+        if (rc) {
+            unload_layer(matrices);
+            return rc;
+        }
+    }
+    return OK;
+}
+
+static Matrix dense_matrix(const Loaded *m) {
+    return (Matrix){
+        .format = FORMAT_DENSE,
+        .rows = m->rows,
+        .cols = m->cols,
+        .layer = m->layer,
+        .site = m->fused->site,
+        .dense = m->values,
+        .stride = m->stride,
+    };
+}
+
+/* The layer as the forward pass wants it, in host memory. */
+static LayerWeights layer_weights(const Loaded matrices[N_LAYER_MATRICES]) {
+    return (LayerWeights){
+        .attn_norm = matrices[LAYER_ATTN_NORM].values,
+        .qkv = dense_matrix(&matrices[LAYER_QKV]),
+        .o = dense_matrix(&matrices[LAYER_O]),
+        .mlp_norm = matrices[LAYER_MLP_NORM].values,
+        .gate_up = dense_matrix(&matrices[LAYER_GATE_UP]),
+        .down = dense_matrix(&matrices[LAYER_DOWN]),
+    };
+}
+
+static int prune_layer(Pack *p, Loaded matrices[N_LAYER_MATRICES], Calibration *c, Error *err) {
+    int rc = OK;
+    for (size_t i = 0; i < N_LAYER_MATRICES && !rc; i++) {
+        Loaded *m = &matrices[i];
+        InputStats *stats = m->fused->site < N_DP_SITES ? calibration_stats(c, m->fused->site) : NULL;
+        rc = stats && stats->kind == STATS_PRODUCTS ? prune_compensated(p, m, stats, err)
+                                                    : prune_parts(p, m, stats, NULL, err);
+    }
+    return rc;
+}
+
+/* Measure the layer's inputs, prune it, write it, and give its outputs to the next. */
+static int pack_layer(Pack *p, Loaded matrices[N_LAYER_MATRICES], Calibration *c, bool last, Error *err) {
+    const LayerWeights weights = layer_weights(matrices);
+    int rc = calibration_measure(c, &weights, err);
+    rc = rc ? rc : prune_layer(p, matrices, c, err);
+    for (size_t i = 0; i < N_LAYER_MATRICES && !rc; i++) {
+        rc = store(p, &matrices[i], err);
+    }
+    return rc || last ? rc : calibration_advance(c, &weights, err);
+}
+
+/* Operations of SparseGPT on one layer: inverse of each site's products, updates of each matrix. */
+static double compensation_flops(const Loaded matrices[N_LAYER_MATRICES], Calibration *c) {
+    double flops = 0;
+    for (size_t i = 0; i < N_LAYER_MATRICES; i++) {
+        const Loaded *m = &matrices[i];
+        if (m->fused->site < N_DP_SITES && calibration_stats(c, m->fused->site)->kind == STATS_PRODUCTS) {
+            const double n = (double)m->cols;
+            flops += n * n * (2.0 / 3 * n + (double)m->rows);
+        }
+    }
+    return flops;
+}
+
+static void print_duration(double seconds) {
+    if (seconds < 120) {
+        fprintf(stderr, "%.0f s", seconds);
+    } else if (seconds < 7200) {
+        fprintf(stderr, "%.0f min", seconds / 60);
+    } else {
+        fprintf(stderr, "%.1f h", seconds / 3600);
+    }
+}
+
+/* Say how long it will take if that is long, and what fewer tokens would bring. */
+static int announce(Pack *p, const Loaded matrices[N_LAYER_MATRICES], Calibration *c, Error *err) {
+    const LayerWeights weights = layer_weights(matrices);
+    const size_t n_layers = (size_t)p->source->config.n_layers, n = p->options->sp_text->n;
+    double layer_seconds, flop_seconds;
+    const int rc = calibration_estimate(c, &weights, &layer_seconds, &flop_seconds, err);
+    const double fixed = (double)n_layers * flop_seconds * compensation_flops(matrices, c);
+    const double running = (double)n_layers * layer_seconds;
+    if (rc || p->options->quiet || running + fixed < LONG_SECONDS) {
+        return rc;
+    }
+    const size_t fewer = max_size(n / 8, CALIB_MIN_TOKENS);
+    fprintf(stderr, "note       calibration on %zu tokens will take about ", n);
+    print_duration(running + fixed);
+    if (fewer < n) {
+        fprintf(stderr, "; with --calib-tokens %zu about ", fewer);
+        print_duration(running * (double)fewer / (double)n + fixed);
+    }
+    fputc('\n', stderr);
+    return OK;
+}
+
+static int pack_layers(Pack *p, const Fused layer_matrices[N_LAYER_MATRICES], Calibration *c, Error *err) {
+    const int n_layers = p->source->config.n_layers;
+    int rc = OK;
+    for (int l = 0; l < n_layers && !rc; l++) {
+        Loaded matrices[N_LAYER_MATRICES];
+        rc = load_layer(matrices, p, layer_matrices, l, err);
+        if (rc) {
+            return rc;
+        }
+        if (l == 0) {
+            rc = announce(p, matrices, c, err);
+        }
+        rc = rc ? rc : pack_layer(p, matrices, c, l == n_layers - 1, err);
+        unload_layer(matrices);
+        if (!rc) {
+            show_layer(p, l);
+        }
+    }
+    return rc;
+}
+
+static int pack_layers_by_calibration(Pack *p, const Fused layer_matrices[N_LAYER_MATRICES], const Fused *embedding,
+                                      Error *err) {
+    const PackOptions *o = p->options;
+    StatsKind kinds[N_DP_SITES];
+    for (int site = 0; site < N_DP_SITES; site++) {
+        kinds[site] = site_ratio(o, (Site)site) == 0       ? STATS_NONE
+                      : o->method == METHOD_WANDA ? STATS_SQUARES
+                                                  : STATS_PRODUCTS;
+    }
+    Loaded table;
+    int rc = load(&table, p, embedding, -1, err);
+    if (rc) {
+        return rc;
+    }
+    Calibration *c = NULL;
+    rc = calibration_open(&c, &p->source->config, o->be, o->sp_text, table.values, table.stride, kinds, o->n_threads,
+                          &p->progress, err);
+    unload(&table);
+    rc = rc ? rc : pack_layers(p, layer_matrices, c, err);
+    calibration_free(c);
+    return rc;
+}
+
+/* ---- the file ---- */
+
+static const char *method_name(const PackOptions *o) {
+    switch (o->method) {
+    case METHOD_WANDA: return "wanda";
+    case METHOD_SPARSEGPT: return "sparsegpt";
+    default: return o->per_row ? "magnitude per row" : "magnitude";
+    }
+}
+
+/* Name and size of a calibration text under KEY, KEY_tokens and KEY_length. */
+static bool add_text(cJSON *json, const char *key, const CalibText *text) {
+    char tokens[40], length[40];
+    snprintf(tokens, sizeof tokens, "%s_tokens", key);
+    snprintf(length, sizeof length, "%s_length", key);
+    return cJSON_AddStringToObject(json, key, text->name) &&
+           cJSON_AddNumberToObject(json, tokens, (double)text->n) &&
+           cJSON_AddNumberToObject(json, length, (double)text->length);
 }
 
 /* Where the weights came from and what was done to them, as JSON. NULL when memory is short. */
@@ -146,11 +455,14 @@ static char *provenance(const Pack *p) {
         p->report.pruned_elements ? (double)p->report.pruned_zeros / (double)p->report.pruned_elements : 0;
     if (cJSON_AddStringToObject(json, "source", o->source_name) &&
         cJSON_AddStringToObject(json, "source_kind", p->source->kind) &&
-        cJSON_AddStringToObject(json, "method", o->per_row ? "magnitude per row" : "magnitude") &&
+        cJSON_AddStringToObject(json, "method", method_name(o)) &&
         cJSON_AddStringToObject(json, "prune", o->prune_attn ? "all" : "mlp") &&
         cJSON_AddNumberToObject(json, "sp_asked_mlp", o->sp.mlp) &&
         cJSON_AddNumberToObject(json, "sp_asked_attn", o->prune_attn ? o->sp.attn : 0) &&
         cJSON_AddNumberToObject(json, "sp_reached", reached) &&
+        (!pack_measures(o) || add_text(json, "sp_calibration", o->sp_text)) &&
+        (o->dp == 0 || (cJSON_AddNumberToObject(json, "dp_default", o->dp) &&
+                        add_text(json, "dp_calibration", o->dp_text))) &&
         cJSON_AddStringToObject(json, "converter", VERSION)) {
         text = cJSON_PrintUnformatted(json);
     }
@@ -158,55 +470,65 @@ static char *provenance(const Pack *p) {
     return text;
 }
 
+static int pack_text(Pack *p, Error *err) {
+    char *text = provenance(p);
+    const int rc = text ? writer_bytes(p->writer, SECTION_PROVENANCE, "provenance", text, strlen(text), err)
+                        : error_set(err, ERR_MEMORY, "no memory for the provenance");
+    cJSON_free(text);
+    return rc;
+}
+
 static int pack_all(Pack *p, Error *err) {
+    const PackOptions *o = p->options;
     const Config *c = &p->source->config;
     const size_t q = config_q_dim(c), kv = config_kv_dim(c);
     const Fused embedding = {SECTION_EMBEDDING, "embedding", SITE_HEAD, 1, {{TENSOR_EMBEDDING, "", 0, 1}}};
     const Fused head = {SECTION_HEAD, "head", SITE_HEAD, 1, {{TENSOR_HEAD, "", 0, 1}}};
     const Fused final_norm = {SECTION_FINAL_NORM, "final_norm", SITE_HEAD, 1, {{TENSOR_FINAL_NORM, "", 0, 1}}};
-    const Fused layer_matrices[] = {
+    const Fused layer_matrices[N_LAYER_MATRICES] = {
         {SECTION_ATTN_NORM, "attn_norm", SITE_HEAD, 1, {{TENSOR_ATTN_NORM, "", 0, 1}}},
-        {SECTION_QKV, "qkv", SITE_ATTN_IN, 3, {{TENSOR_Q, "q", 0, 1}, {TENSOR_K, "k", q, 1}, {TENSOR_V, "v", q + kv, 1}}},
+        {SECTION_QKV, "qkv", SITE_ATTN_IN, 3,
+         {{TENSOR_Q, "q", 0, 1}, {TENSOR_K, "k", q, 1}, {TENSOR_V, "v", q + kv, 1}}},
         {SECTION_O, "o", SITE_ATTN_OUT, 1, {{TENSOR_O, "o", 0, 1}}},
         {SECTION_MLP_NORM, "mlp_norm", SITE_HEAD, 1, {{TENSOR_MLP_NORM, "", 0, 1}}},
         {SECTION_GATE_UP, "gate_up", SITE_MLP_IN, 2, {{TENSOR_GATE, "gate", 0, 2}, {TENSOR_UP, "up", 1, 2}}},
         {SECTION_DOWN, "down", SITE_MLP_HIDDEN, 1, {{TENSOR_DOWN, "down", 0, 1}}},
     };
     int rc = pack_matrix(p, &embedding, -1, err);
-    for (int l = 0; l < c->n_layers; l++) {
-        for (size_t i = 0; i < sizeof layer_matrices / sizeof *layer_matrices && !rc; i++) {
-            rc = pack_matrix(p, &layer_matrices[i], l, err);
-        }
+    if (!rc) {
+        rc = pack_measures(o) ? pack_layers_by_calibration(p, layer_matrices, &embedding, err)
+                              : pack_layers_by_magnitude(p, layer_matrices, err);
     }
     rc = rc ? rc : pack_matrix(p, &final_norm, -1, err);
     if (!rc && !p->source->tied) {
         rc = pack_matrix(p, &head, -1, err);
     }
-    if (!rc && p->options->tokenizer) {
-        rc = writer_bytes(p->writer, SECTION_TOKENIZER, "tokenizer", p->options->tokenizer,
-                          p->options->tokenizer_bytes, err);
-        p->report.dense_bytes += p->options->tokenizer_bytes;
+    if (!rc && o->tokenizer) {
+        rc = writer_bytes(p->writer, SECTION_TOKENIZER, "tokenizer", o->tokenizer, o->tokenizer_bytes, err);
+        p->report.dense_bytes += o->tokenizer_bytes;
     }
-    if (!rc) {
-        char *text = provenance(p);
-        rc = text ? writer_bytes(p->writer, SECTION_PROVENANCE, "provenance", text, strlen(text), err)
-                  : error_set(err, ERR_MEMORY, "no memory for the provenance");
-        cJSON_free(text);
-    }
-    return rc;
+    rc = rc ? rc : pack_text(p, err);
+    progress_end(&p->progress);
+    return rc || o->dp == 0 ? rc : dynamic_add(p->writer, o->be, o->dp_text, o->dp, o->quiet, err);
 }
 
 int pack_model(PackReport *report, Source *source, Writer *writer, const PackOptions *options, Error *err) {
+    CHECK(!pack_measures(options) || (options->be && options->sp_text));
+    CHECK(options->dp == 0 || (options->be && options->dp_text));
     Pack p = {
         .source = source,
         .writer = writer,
         .options = options,
         .progress = {.label = "convert", .unit = "MB", .quiet = options->quiet},
     };
-    progress_show(&p.progress, 0, (double)source->bytes * 1e-6);
+    if (pack_measures(options)) {
+        p.progress.label = "prune";
+        p.progress.unit = "tokens x layers";
+    }
+    progress_show(&p.progress, 0, 1);
     int rc = pack_all(&p, err);
-    progress_end(&p.progress);
     if (rc) {
+        progress_end(&p.progress);
         writer_abort(writer);
         return rc;
     }

@@ -1,6 +1,8 @@
 #include "prune.h"
 
 #include <math.h>
+#include <omp.h>
+#include <string.h>
 
 #define DIGIT_BITS 8   // a magnitude is looked at in two digits, so that counts stay in the L1 cache
 #define STRIP_COLS 64  // columns whose ties are counted in one go: two cache lines of each row
@@ -122,4 +124,96 @@ size_t prune_magnitude(fp16 *w, size_t rows, size_t cols, size_t stride, double 
         zeros += prune_together(w + r * stride, 1, cols, stride, count, 1);
     }
     return zeros;
+}
+
+/* The value that has exactly k others before it when v is sorted; v is reordered. */
+static double nth_smallest(double *v, size_t n, size_t k) {
+    size_t low = 0, high = n - 1;
+    while (low < high) {
+        const double a = v[low], b = v[low + (high - low) / 2], c = v[high];
+        const double pivot = fmax(fmin(a, b), fmin(fmax(a, b), c));
+        size_t i = low, j = high;
+        while (i <= j) {  // afterwards v[low .. j] <= pivot <= v[i .. high], and those between equal it
+            while (v[i] < pivot) {
+                i++;
+            }
+            while (v[j] > pivot) {
+                j--;
+            }
+            if (i <= j) {
+                const double swapped = v[i];
+                v[i++] = v[j];
+                v[j] = swapped;
+                if (j == 0) {
+                    break;
+                }
+                j--;
+            }
+        }
+        if (k >= i) {
+            low = i;
+        } else if (k <= j) {
+            high = j;
+        } else {
+            return v[k];
+        }
+    }
+    return v[k];
+}
+
+void prune_smallest(bool *removed, const double *scores, double *scratch, size_t n, size_t count) {
+    if (count == 0 || count >= n) {
+        memset(removed, count > 0, n * sizeof *removed);
+        return;
+    }
+    memcpy(scratch, scores, n * sizeof *scratch);
+    const double last = nth_smallest(scratch, n, count - 1);
+    size_t ties = count;
+    for (size_t i = 0; i < n; i++) {
+        ties -= scores[i] < last;
+    }
+    for (size_t i = 0; i < n; i++) {
+        const bool tie = scores[i] == last && ties > 0;
+        ties -= tie;
+        removed[i] = scores[i] < last || tie;
+    }
+}
+
+/* One row; scratch (2 cols), removed (cols). Returns its zeros. */
+static size_t prune_wanda_row(fp16 *w, size_t cols, const double *norms, size_t count, double *scratch,
+                              bool *removed) {
+    for (size_t c = 0; c < cols; c++) {
+        // a zero goes before any other weight, also before those of dead inputs
+        scratch[c] = fp16_is_zero(w[c]) ? -1 : fabs((double)fp16_to_float(w[c])) * norms[c];
+    }
+    prune_smallest(removed, scratch, scratch + cols, cols, count);
+    size_t zeros = 0;
+    for (size_t c = 0; c < cols; c++) {
+        w[c] = removed[c] ? 0 : w[c];
+        zeros += fp16_is_zero(w[c]);
+    }
+    return zeros;
+}
+
+int prune_wanda(size_t *zeros, fp16 *w, size_t rows, size_t cols, size_t stride, const double *squares, double ratio,
+                int n_threads, Error *err) {
+    const size_t count = prune_count(cols, ratio);
+    double *norms = memory_alloc(cols * sizeof *norms);
+    double *scratch = memory_alloc((size_t)n_threads * 2 * cols * sizeof *scratch);
+    bool *removed = memory_alloc((size_t)n_threads * cols * sizeof *removed);
+    const bool ok = norms && scratch && removed;
+    size_t n_zeros = 0;
+    for (size_t c = 0; c < cols && ok; c++) {
+        norms[c] = sqrt(squares[c]);
+    }
+#pragma omp parallel for num_threads(n_threads) reduction(+ : n_zeros)
+    for (size_t r = 0; r < (ok ? rows : 0); r++) {
+        const size_t t = (size_t)omp_get_thread_num();
+        n_zeros += prune_wanda_row(w + r * stride, cols, norms, count, scratch + t * 2 * cols, removed + t * cols);
+    }
+    free(norms);
+    free(scratch);
+    free(removed);
+    *zeros = n_zeros;
+    return ok ? OK : error_set(err, ERR_MEMORY, "no memory to prune rows of %zu columns", cols);
 }

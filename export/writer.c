@@ -4,11 +4,10 @@
 #include <fcntl.h>
 #include <libgen.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
-
-#include "../model/checkpoint.h"
 
 #define MAX_WRITE 0x7ffff000  // bytes; Linux writes no more in one call
 #define MAX_TEMPORARIES 100   // names tried
@@ -75,7 +74,7 @@ static int create_temporary(Writer *w, Error *err) {
     }
     const int length = snprintf(w->temporary, size, "%s.tmp.%ld", w->path, (long)getpid());
     for (int i = 1; i <= MAX_TEMPORARIES; i++) {
-        w->fd = open(w->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        w->fd = open(w->temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (w->fd >= 0) {
             return OK;
         }
@@ -168,6 +167,9 @@ static int append(Writer *w, FileSection section, const char *name, const void *
     memcpy(section.name, name, strlen(name));
     section.offset = next_offset(w);
     section.checksum = XXH3_64bits(bytes, section.bytes);
+    if (ftruncate(w->fd, (off_t)w->end) != 0) {  // the table that writer_view may have left behind the sections
+        return write_error(w->path, "cannot be written", err);
+    }
     rc = write_at(w, section.offset, bytes, section.bytes, err);
     if (rc) {
         return rc;
@@ -246,8 +248,8 @@ int writer_bytes(Writer *w, uint32_t kind, const char *name, const void *bytes, 
     return append(w, section, name, bytes, err);
 }
 
-/* The header goes last: until it is there, the file has no magic. */
-static int write_table_and_header(Writer *w, Error *err) {
+/* Write the table behind the sections, and complete the header in memory. */
+static int write_table(Writer *w, Error *err) {
     CHECK(w->n_sections > 0);
     const size_t table_bytes = w->n_sections * sizeof *w->table;
     FileHeader *h = &w->header;
@@ -255,8 +257,45 @@ static int write_table_and_header(Writer *w, Error *err) {
     h->table_offset = next_offset(w);
     h->file_bytes = h->table_offset + table_bytes;
     h->hash = format_hash(h, w->table);
-    const int rc = write_at(w, h->table_offset, w->table, table_bytes, err);
-    return rc ? rc : write_at(w, 0, h, sizeof *h, err);
+    return write_at(w, h->table_offset, w->table, table_bytes, err);
+}
+
+/* The file in memory, with a header in this process's copy of its first page only. NULL with errno on failure. */
+static void *map_with_header(const Writer *w) {
+    const size_t bytes = w->header.file_bytes;
+    void *data = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, w->fd, 0);
+    if (data == MAP_FAILED) {
+        return NULL;
+    }
+    _Static_assert(FILE_ALIGN >= sizeof(FileHeader), "the header lies in the first page");
+    bool ok = mprotect(data, FILE_ALIGN, PROT_READ | PROT_WRITE) == 0;
+    if (ok) {
+        memcpy(data, &w->header, sizeof w->header);
+        ok = mprotect(data, FILE_ALIGN, PROT_READ) == 0;
+    }
+    if (!ok) {
+        munmap(data, bytes);
+        return NULL;
+    }
+    return data;
+}
+
+int writer_view(Writer *w, Checkpoint *ck, Error *err) {
+    int rc = write_table(w, err);
+    if (rc) {
+        return rc;
+    }
+    void *data = map_with_header(w);
+    if (!data) {
+        return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->path, strerror(errno));
+    }
+    rc = checkpoint_parse(ck, data, w->header.file_bytes, err);
+    if (rc) {
+        munmap(data, w->header.file_bytes);
+        return rc;
+    }
+    ck->mapped = true;
+    return OK;
 }
 
 /* Rename, but never over a file unless force. */
@@ -288,7 +327,9 @@ static void sync_directory(char *path) {
 }
 
 int writer_finish(Writer *w, size_t *file_bytes, Error *err) {
-    int rc = write_table_and_header(w, err);
+    // The header goes last: until it is there, the file has no magic.
+    int rc = write_table(w, err);
+    rc = rc ? rc : write_at(w, 0, &w->header, sizeof w->header, err);
     if (!rc && fsync(w->fd) != 0) {
         rc = write_error(w->path, "cannot be written", err);
     }

@@ -3,8 +3,7 @@
 #define SPDP_WRITER_H
 
 #include "../kernels/matrix.h"
-#include "../model/config.h"
-#include "../model/format.h"
+#include "../model/checkpoint.h"
 
 typedef struct Writer Writer;
 
@@ -31,6 +30,11 @@ int writer_tiled_cbc(Writer *w, const MatrixLabel *label, const TiledCbc *cbc, c
 
 /* Append bytes. */
 int writer_bytes(Writer *w, uint32_t kind, const char *name, const void *bytes, size_t n, Error *err);
+
+/* The file as it would be if it ended here, opened for reading: what is measured on the finished model can then be
+ * added to it. Close it with checkpoint_close before anything else is written. The temporary file itself stays without
+ * a header. Returns 0, ERR_WRITE, or what checkpoint_open returns. */
+int writer_view(Writer *w, Checkpoint *ck, Error *err);
 
 /* Write table and header, fsync, rename. Releases w in any case; on failure nothing is left behind.
  * *file_bytes (may be NULL) is the size. */

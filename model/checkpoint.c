@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -40,6 +41,7 @@ static bool section_rule(SectionRule *rule, const Config *c, uint32_t kind) {
     case SECTION_DOWN: *rule = (SectionRule){"down", dim, hidden, true, true, true}; return true;
     case SECTION_TOKENIZER: *rule = (SectionRule){"tokenizer", 0, 0, false, false, false}; return true;
     case SECTION_PROVENANCE: *rule = (SectionRule){"provenance", 0, 0, false, false, false}; return true;
+    case SECTION_QUANTILES: *rule = (SectionRule){"quantiles", 0, 0, false, false, false}; return true;
     default: return false;
     }
 }
@@ -197,7 +199,7 @@ static int check_table(const Checkpoint *ck, Error *err) {
 }
 
 static int check_complete(const Checkpoint *ck, Error *err) {
-    for (uint32_t kind = SECTION_EMBEDDING; kind <= SECTION_PROVENANCE; kind++) {
+    for (uint32_t kind = SECTION_EMBEDDING; kind <= SECTION_QUANTILES; kind++) {
         SectionRule rule;
         if (!section_rule(&rule, &ck->config, kind) || !rule.required) {
             continue;
@@ -234,6 +236,69 @@ static int check_all_tiles(const Checkpoint *ck, Error *err) {
     return first.code ? error_set(err, first.code, "%s", first.text) : OK;
 }
 
+/* Sizes of a section of quantiles and its ratios; the tables are as large as they say. */
+static int check_quantile_header(const FileQuantiles *q, size_t bytes, int n_layers, Error *err) {
+    if (bytes < sizeof *q) {
+        return error_set(err, ERR_FORMAT, "has %zu bytes, too few", bytes);
+    }
+    if (q->n_layers != (uint32_t)n_layers || q->n_sites != FILE_DP_SITES) {
+        return error_set(err, ERR_SHAPE, "has %u layers of %u sites, the model has %d of %d", q->n_layers, q->n_sites,
+                         n_layers, FILE_DP_SITES);
+    }
+    if (q->n_tables < 1 || q->n_tables > FILE_MAX_TABLES || q->n_quantiles < 2 ||
+        q->n_quantiles > FILE_MAX_QUANTILES) {
+        return error_set(err, ERR_FORMAT, "has %u tables of %u quantiles, which is out of range", q->n_tables,
+                         q->n_quantiles);
+    }
+    // 8 * 65536 * 4 * 4 bytes a layer at most, so the product of 64-bit numbers holds.
+    const uint64_t want =
+        sizeof *q + sizeof(float) * (uint64_t)q->n_tables * q->n_layers * q->n_sites * q->n_quantiles;
+    if (bytes != want) {
+        return error_set(err, ERR_FORMAT, "has %zu bytes, its tables need %llu", bytes, (unsigned long long)want);
+    }
+    if (!(q->default_dp >= 0 && q->default_dp <= FILE_MAX_DP)) {
+        return error_set(err, ERR_FORMAT, "has a dynamic ratio of %g (0 .. %g is possible)", q->default_dp, FILE_MAX_DP);
+    }
+    for (uint32_t i = 0; i < q->n_tables; i++) {
+        if (i == 0 ? q->measured_at[0] != 0 : !(q->measured_at[i] > q->measured_at[i - 1] && q->measured_at[i] < 1)) {
+            return error_set(err, ERR_FORMAT, "has a table %u measured at ratio %g, which is out of order", i,
+                             (double)q->measured_at[i]);
+        }
+    }
+    return OK;
+}
+
+/* Every site's quantiles begin with 0 and ascend, and are finite. */
+static int check_quantiles(const FileQuantiles *q, size_t bytes, int n_layers, Error *err) {
+    const int rc = check_quantile_header(q, bytes, n_layers, err);
+    if (rc) {
+        return rc;
+    }
+    const float *values = (const float *)(q + 1);
+    const size_t n_sites = (size_t)q->n_tables * q->n_layers * q->n_sites;
+    for (size_t s = 0; s < n_sites; s++, values += q->n_quantiles) {
+        bool good = values[0] == 0;
+        for (uint32_t i = 1; i < q->n_quantiles; i++) {
+            good &= values[i] >= values[i - 1] && isfinite(values[i]);
+        }
+        if (!good) {
+            return error_set(err, ERR_FORMAT, "has quantiles that do not ascend from 0 (table %zu, layer %zu, site %zu)",
+                             s / FILE_DP_SITES / q->n_layers, s / FILE_DP_SITES % q->n_layers, s % FILE_DP_SITES);
+        }
+    }
+    return OK;
+}
+
+static int check_quantile_section(const Checkpoint *ck, Error *err) {
+    const FileSection *s = checkpoint_find(ck, SECTION_QUANTILES, -1);
+    SectionRule rule;
+    if (s && check_quantiles(checkpoint_bytes(ck, s), s->bytes, ck->config.n_layers, err)) {
+        section_rule(&rule, &ck->config, s->kind);
+        return section_error(err, (size_t)(s - ck->sections), &rule, -1);
+    }
+    return OK;
+}
+
 int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err) {
     Error unused;
     err = err ? err : &unused;
@@ -256,7 +321,8 @@ int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err)
         return error_set(err, ERR_FORMAT, "header or section table is damaged (checksum differs)");
     }
     if ((rc = config_check(&seen.config, err)) || (rc = check_table(&seen, err)) ||
-        (rc = check_complete(&seen, err)) || (rc = check_all_tiles(&seen, err))) {
+        (rc = check_complete(&seen, err)) || (rc = check_quantile_section(&seen, err)) ||
+        (rc = check_all_tiles(&seen, err))) {
         return rc;
     }
     *ck = seen;

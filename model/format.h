@@ -42,6 +42,7 @@ enum FileSectionKind {
     SECTION_DOWN = 9,        // (dim, hidden_dim)
     SECTION_TOKENIZER = 10,  // a sentencepiece model; absent: the model takes token ids only
     SECTION_PROVENANCE = 11, // JSON text: where the weights came from and what was done to them
+    SECTION_QUANTILES = 12,  // FileQuantiles and its tables: the spread of |x| at every layer's inputs
 };
 
 enum FileValueType { VALUE_BYTES = 0, VALUE_FP16 = 1 };
@@ -75,5 +76,24 @@ typedef struct {
     uint32_t reserved[19];  // zero
 } FileSection;
 _Static_assert(sizeof(FileSection) == 256, "a section entry is 256 bytes");
+
+#define FILE_DP_SITES 4    // inputs of a layer that have a threshold, in order of Site (kernels/matrix.h)
+#define FILE_MAX_DP 0.95   // largest dynamic ratio
+#define FILE_MAX_TABLES 8
+#define FILE_MAX_QUANTILES 65536
+
+/* What a section of quantiles begins with. Behind it stand n_tables x n_layers x n_sites x n_quantiles floats: quantile i
+ * of |x| at a site is the value that a share i / (n_quantiles - 1) of the inputs does not exceed. The first is 0, so
+ * that a dynamic ratio of 0 has a threshold of 0. */
+typedef struct {
+    double default_dp;    // dynamic ratio where none is asked for, 0 .. FILE_MAX_DP
+    uint32_t n_layers;    // the config's
+    uint32_t n_sites;     // FILE_DP_SITES
+    uint32_t n_tables;    // 1 .. FILE_MAX_TABLES
+    uint32_t n_quantiles; // 2 .. FILE_MAX_QUANTILES
+    float measured_at[FILE_MAX_TABLES];  // dynamic ratio of all sites while a table was measured: from 0, ascending
+    uint32_t reserved[2];                // zero
+} FileQuantiles;
+_Static_assert(sizeof(FileQuantiles) == 64, "the tables begin on a cache line");
 
 #endif

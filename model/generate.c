@@ -2,20 +2,11 @@
 
 #include <string.h>
 
+#include "reach.h"
+
 const char *stop_reason_name(StopReason reason) {
     static const char *const names[] = {"length", "eos", "stop", "context"};
     return names[reason];
-}
-
-static ProductStats sum_stats(const Backend *be) {
-    ProductStats sum = {0};
-    for (int site = 0; site < N_SITES; site++) {
-        sum.elements += be->stats[site].elements;
-        sum.active_elements += be->stats[site].active_elements;
-        sum.active_nonzeros += be->stats[site].active_nonzeros;
-        sum.bytes += be->stats[site].bytes;
-    }
-    return sum;
 }
 
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
@@ -64,7 +55,8 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
     }
     if (!rc) {
         r.timing = timing_of(token_ms, (size_t)n, (size_t)n_prompt, prefill_ms);
-        r.products = sum_stats(m->be);
+        memcpy(r.sites, m->be->stats, sizeof r.sites);
+        r.products = stats_sum(r.sites, N_SITES);
         r.bytes_per_token = n > 1 ? (cache_bytes + (double)r.products.bytes) / (n - 1) : 0;
         *result = r;
     }

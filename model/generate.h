@@ -24,11 +24,12 @@ typedef struct {
 typedef struct {
     Timing timing;
     StopReason stop;
-    ProductStats products;     // decode steps, all sites
+    ProductStats sites[N_SITES], products;  // what decode steps had to touch, by site and in all
     double bytes_per_token;    // weights, norms, head and KV read by a decode step, mean
 } GenerateResult;
 
-/* Generate after prompt (n_prompt >= 1 ids within the vocabulary) from an empty cache.
+/* Generate after prompt (n_prompt >= 1 ids within the vocabulary) from an empty cache. The prompt is prefilled; the
+ * model's dynamic thresholds act on every token after it.
  * Returns 0, ERR_USAGE (prompt longer than the context, named with both numbers), ERR_NUMBER or
  * ERR_MEMORY. */
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,

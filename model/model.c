@@ -125,33 +125,42 @@ static int alloc_cache(Model *m, Error *err) {
     return error_set(err, ERR_MEMORY, "no memory for a KV cache");
 }
 
-int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits, Error *err) {
-    const Config *c = &ck->config;
+int model_open(Model *m, const Config *config, Backend *be, int seq_len, bool all_logits, Error *err) {
+    const Config *c = config;
     if (seq_len > c->seq_len || seq_len < 0) {
         return error_set(err, ERR_USAGE, "a context of %d is more than the model's %d", seq_len, c->seq_len);
     }
     const int longest = seq_len > 0 ? seq_len : c->seq_len < DEFAULT_SEQ_LEN ? c->seq_len : DEFAULT_SEQ_LEN;
     const int chunk = longest < be->max_tokens ? longest : be->max_tokens;
-    Model loaded = {
+    Model opened = {
         .config = *c,
         .be = be,
         .seq_len = longest,
         .chunk = chunk,
         .logit_rows = all_logits ? chunk : 1,
-        .weight_bytes = ck->bytes,
     };
-    int rc = OK;
-    if (!load_weights(&loaded, ck)) {
-        rc = error_set(err, ERR_MEMORY, "no memory for the weights (%.2f GB)", (double)ck->bytes * 1e-9);
-    } else if (!load_rope(&loaded) || !alloc_scratch(&loaded)) {
-        rc = error_set(err, ERR_MEMORY, "no memory for activations of %d tokens (%.2f GB)", chunk,
-                       (double)loaded.scratch_bytes * 1e-9);
-    } else {
-        rc = alloc_cache(&loaded, err);
-    }
+    const int rc = load_rope(&opened) && alloc_scratch(&opened)
+                       ? alloc_cache(&opened, err)
+                       : error_set(err, ERR_MEMORY, "no memory for activations of %d tokens (%.2f GB)", chunk,
+                                   (double)opened.scratch_bytes * 1e-9);
     if (rc) {
-        model_free(&loaded);
+        model_free(&opened);
         return rc;
+    }
+    *m = opened;
+    return OK;
+}
+
+int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits, Error *err) {
+    Model loaded;
+    const int rc = model_open(&loaded, &ck->config, be, seq_len, all_logits, err);
+    if (rc) {
+        return rc;
+    }
+    loaded.weight_bytes = ck->bytes;
+    if (!load_weights(&loaded, ck)) {
+        model_free(&loaded);
+        return error_set(err, ERR_MEMORY, "no memory for the weights (%.2f GB)", (double)ck->bytes * 1e-9);
     }
     *m = loaded;
     return OK;
@@ -219,7 +228,7 @@ void model_forward(Model *m, const int *ids, int n, int pos, Phase phase) {
 
     be->write(be, s->ids, ids, (size_t)n * sizeof *ids);
     be->write(be, s->pos, &pos, sizeof pos);
-    if (!be->begin_step(be, n == 1 && phase == DECODE)) {
+    if (!be->begin_step(be, n == 1 && phase == DECODE && !m->hook)) {  // a step that is replayed calls no hook
         return;
     }
     // x (n, dim): the residual stream

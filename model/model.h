@@ -63,6 +63,10 @@ typedef struct {
 /* Dynamic pruning acts in decode only. */
 typedef enum { PREFILL, DECODE } Phase;
 
+/* The state alone: weights, but for the table of rotations, are the caller's business (calibration runs one layer at a
+ * time). config, arguments, result as for model_load. */
+int model_open(Model *m, const Config *config, Backend *be, int seq_len, bool all_logits, Error *err);
+
 /* Put a checkpoint's weights on a backend and allocate the state.
  *   ck       stays open while the model lives
  *   seq_len  length of the KV cache; 0 = min(config.seq_len, 4096)

@@ -1,6 +1,9 @@
 #include "perplexity.h"
 
 #include <math.h>
+#include <string.h>
+
+#include "reach.h"
 
 /* -log softmax(logits)[target], sums in double; NAN if a logit is not finite. */
 static double negative_log_likelihood(const float *logits, size_t n, int target) {
@@ -26,13 +29,18 @@ typedef struct {
     double sum, sum_squares;
 } Score;
 
-/* Feed ids[0 .. n-1] as one window and score predictions first .. n - 1; prediction i is of ids[i + 1]. */
-static int score_window(Score *score, Model *m, float *logits, double *nll, const int *ids, int n, int first,
-                        Error *err) {
+/* Feed ids[0 .. n-1] as one window and score predictions first .. n - 1; prediction i is of ids[i + 1]. The first
+ * `prefix` are prefilled, the others computed as decoding would. */
+static int score_window(Score *score, Model *m, Reach *reach, float *logits, double *nll, const int *ids, int n,
+                        int prefix, int first, Error *err) {
     const size_t vocab = (size_t)m->config.vocab_size;
-    for (int begin = 0; begin < n; begin += m->chunk) {
-        const int rows = n - begin < m->chunk ? n - begin : m->chunk;
-        model_forward(m, ids + begin, rows, begin, PREFILL);
+    for (int begin = 0, rows; begin < n; begin += rows) {
+        const bool dense = begin < prefix;
+        const int left = (dense && prefix < n ? prefix : n) - begin;
+        rows = left < m->chunk ? left : m->chunk;
+        m->hook = dense ? NULL : &reach->hook;
+        model_forward(m, ids + begin, rows, begin, dense ? PREFILL : DECODE);
+        m->hook = NULL;
         const int rc = m->be->finish(m->be, err);
         if (rc) {
             return rc;
@@ -97,19 +105,21 @@ int perplexity(PerplexityResult *result, Model *m, const int *ids, size_t n, con
     float *logits = memory_alloc((size_t)m->chunk * (size_t)m->config.vocab_size * sizeof *logits);
     double *nll = memory_alloc((size_t)m->chunk * sizeof *nll);
     Score score = {0};
+    Reach reach = {0};
     const double start = time_ms();
-    if (!logits || !nll) {
-        rc = error_set(err, ERR_MEMORY, "no memory for the logits of %d tokens", m->chunk);
-    }
+    rc = logits && nll ? reach_init(&reach, m, err)
+                       : error_set(err, ERR_MEMORY, "no memory for the logits of %d tokens", m->chunk);
     for (size_t w = 0; w < n_windows && !rc; w++) {
         const size_t begin = w * stride, length = min_size(window, last - begin);
         const size_t seen = w == 0 ? 0 : window - stride;  // predictions that the window before scored
         const size_t first = seen > (size_t)r.protocol.prefix ? seen : (size_t)r.protocol.prefix;
-        rc = score_window(&score, m, logits, nll, ids + begin, (int)length, (int)first, err);
+        rc = score_window(&score, m, &reach, logits, nll, ids + begin, (int)length, r.protocol.prefix, (int)first, err);
         if (!rc && progress) {
             progress(user, w + 1, n_windows, score.n ? score.sum / (double)score.n : NAN);
         }
     }
+    memcpy(r.sites, reach.sites, sizeof r.sites);
+    reach_free(&reach);
     free(logits);
     free(nll);
     if (rc) {

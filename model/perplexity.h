@@ -6,7 +6,8 @@
 
 /* Window j feeds ids[jS .. jS + W - 1] into an empty cache; position i of a window predicts the id that
  * follows. A prediction is scored if i >= prefix and no earlier window scored it; a last, shorter window
- * is scored too. No id is inserted. */
+ * is scored too. No id is inserted. Positions before the prefix are prefilled; from there on the model's dynamic thresholds
+ * act on every position, as they do when it is decoded token by token. */
 typedef struct {
     int window;  // W; 0 = the model's seq_len
     int stride;  // S; 0 = W
@@ -20,6 +21,7 @@ typedef struct {
     double nll;         // mean negative log-likelihood, nats a token
     double nll_stderr;  // sample standard deviation / sqrt(n_scored); NAN for one token
     double perplexity;  // exp(nll)
+    ProductStats sites[N_DP_SITES];  // what the thresholds left to do, over all positions from the prefix on; no bytes
     double ms;
 } PerplexityResult;
 

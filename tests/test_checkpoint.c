@@ -649,7 +649,7 @@ typedef struct {
 
 static const SectionPatch section_patches[] = {
     {SECTION_O, 0, SET(kind, 0, ERR_FORMAT, "kind 0, which this program does not know")},
-    {SECTION_O, 0, SET(kind, 12, ERR_FORMAT, "kind 12, which")},
+    {SECTION_O, 0, SET(kind, 13, ERR_FORMAT, "kind 13, which")},
     {SECTION_O, 0, SET(kind, UINT32_MAX, ERR_FORMAT, "kind 4294967295, which")},
     {SECTION_DOWN, 0, SET(kind, SECTION_QKV, ERR_FORMAT, "a second q|k|v for layer 0")},
     {SECTION_O, 0, SET(kind, SECTION_EMBEDDING, ERR_FORMAT, "(embedding) names layer 0")},
@@ -806,7 +806,7 @@ static void every_matrix_is_missed(void **state) {
 static void unknown_sections_are_skipped_only_if_flagged(void **state) {
     (void)state;
     static const uint32_t dispensable[] = {SECTION_HEAD, SECTION_TOKENIZER, SECTION_PROVENANCE};
-    static const uint32_t unknown[] = {0, SECTION_PROVENANCE + 1, UINT32_MAX};
+    static const uint32_t unknown[] = {0, SECTION_QUANTILES + 1, UINT32_MAX};
     for (size_t i = 0; i < LENGTH(dispensable) * LENGTH(unknown); i++) {
         for (int optional = 0; optional <= 1; optional++) {
             Image im = copy_of(&tiled_model);

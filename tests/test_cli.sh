@@ -97,9 +97,12 @@ once_bytes='\001\000\253\015\154\002\005\001\051\002'
 next_ids='4044 262 1334 313 362 2374 297 262 '
 next_text=', the sun was shining in the sky, and the moon was shining in the moonlight.'
 
+# Without calibration, which takes a while.
+plain='--method magnitude --dp 0'
+
 make_inputs() {
     convert demo "$s/dense.bin" --sp 0 --format dense -q
-    convert demo "$s/half.bin" --sp 0.5 -q
+    convert demo "$s/half.bin" --sp 0.5 $plain -q
     convert demo "$s/ids.bin" --sp 0 --format dense --no-tokenizer -q
     printf '%s' "$once" >"$s/once.txt"
     # shellcheck disable=SC2059  # the bytes are a format
@@ -157,7 +160,7 @@ t every_option_of_the_help_is_used_here
 # ---- run: text --------------------------------------------------------------------------------------------
 
 the_main_job_prints_text_and_its_speed() {
-    succeeds convert demo "$s/main.bin" --sp 0.5
+    succeeds convert demo "$s/main.bin" --sp 0.5 --calib-tokens 2000
     [ ! -s "$s/out" ]
     grep -q '^sparsity *0\.5000' "$s/err"
     grep -q '^size .*% of dense' "$s/err"
@@ -186,7 +189,7 @@ row_48_q_is_silent_and_v_says_more() {
     [ ! -s "$s/err" ]
     succeeds run "$s/dense.bin" -p "$once" -n 4 -t 0 -v
     grep -q '^memory .*weights .*KV ' "$s/err"
-    succeeds convert demo "$s/quiet.bin" -q
+    succeeds convert demo "$s/quiet.bin" --calib-tokens 1000 -q
     [ ! -s "$s/out" ] && [ ! -s "$s/err" ]
 }
 t row_48_q_is_silent_and_v_says_more
@@ -443,8 +446,8 @@ t perplexity_follows_the_protocol_asked_for
 # ---- run: figures -----------------------------------------------------------------------------------------
 
 keys='backend bytes_per_token ceiling_gb_s decode_tok_s decode_tokens device dp_asked dp_reached gb_s
-joules_per_token nll nll_stderr perplexity prefill_tok_s prefill_tokens seed sp stop_reason tpot_median_ms
-tpot_ms tpot_p99_ms ttft_ms'
+joules_per_token nll nll_stderr perplexity prefill_tok_s prefill_tokens seed sp stop_reason total
+tpot_median_ms tpot_ms tpot_p99_ms ttft_ms'
 
 # has_keys FILE NULLS: one line of JSON with every key, null exactly where listed.
 has_keys() {
@@ -464,18 +467,18 @@ json_has_every_key_and_null_where_there_is_no_figure() {
     [ "$(json dp_asked "$s/figures")" = 0 ]
     run "$s/dense.bin" -p "$once" -n 1 -q --json "$s/figures" >"$s/out"
     has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s dp_reached gb_s joules_per_token nll
-        nll_stderr perplexity tpot_median_ms tpot_ms tpot_p99_ms'
+        nll_stderr perplexity total tpot_median_ms tpot_ms tpot_p99_ms'
     run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/figures"
     has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s decode_tokens dp_reached gb_s
-        joules_per_token prefill_tok_s prefill_tokens seed stop_reason tpot_median_ms tpot_ms tpot_p99_ms
-        ttft_ms'
+        joules_per_token prefill_tok_s prefill_tokens seed stop_reason total tpot_median_ms tpot_ms
+        tpot_p99_ms ttft_ms'
 }
 t json_has_every_key_and_null_where_there_is_no_figure
 
 json_dash_is_alone_on_stderr() {
     succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 -v --json -
     cmp "$s/out" "$s/once.out"
-    has_keys "$s/err" 'ceiling_gb_s dp_reached joules_per_token nll nll_stderr perplexity'
+    has_keys "$s/err" 'ceiling_gb_s dp_reached joules_per_token nll nll_stderr perplexity total'
     succeeds run "$s/dense.bin" -p "$once" -p "$once" -n 2 --json -
     [ "$(grep -c '^{.*}$' "$s/err")" -eq 2 ]
     [ "$(wc -l <"$s/err")" -eq 2 ]
@@ -517,7 +520,7 @@ every_backend_gives_the_text_or_says_why_not() {
 t every_backend_gives_the_text_or_says_why_not
 
 row_35_a_long_context_is_not_allocated_unasked() {
-    convert --synthetic 256:256:4:4:4:300:262144 "$s/long.bin" --sp 0.5 -q
+    convert --synthetic 256:256:4:4:4:300:262144 "$s/long.bin" --sp 0.5 --dp 0 -q
     succeeds run "$s/long.bin" --tokens -f "$s/two.tok" -n 1 -v
     grep -q '^memory .*KV 16.8 MB' "$s/err"  # 4096 positions of 4 x 4 layers x 256
     ! sanitized || skip_test 'a sanitizer needs the address space that is limited here'
@@ -615,7 +618,7 @@ Lily was sad and didn't know what to do. She said, \"I'm sorry, Lily. I didn't k
 Lily didn't want to help her mom, so she" >"$s/published"
     for storage in '--format dense' '--prune all --format tiled-cbc'; do
         convert "$stories/stories260K.bin" "$s/stories.bin" --tokenizer "$stories/tok512.model" --sp 0 \
-            $storage -q --force
+            --dp 0 $storage -q --force
         greedy story "$s/stories.bin" -p '' -n 200
         cmp "$s/story" "$s/published"
     done
@@ -634,7 +637,7 @@ convert_refuses_incomplete_sources() {
     copy_demo "$s/new"
     rm "$s/new/tokenizer.model"
     refuses 1 'tokenizer.model.*--tokenizer' convert "$s/new" "$s/new.bin" -q
-    succeeds convert "$s/new" "$s/with.bin" --tokenizer demo/tokenizer.model -q
+    succeeds convert "$s/new" "$s/with.bin" --tokenizer demo/tokenizer.model $plain -q
     rm "$s/new/model.safetensors"
     refuses 1 safetensors convert "$s/new" "$s/new.bin" --no-tokenizer -q
     head -c 9000000 demo/model.safetensors >"$s/new/model.safetensors"
@@ -663,7 +666,7 @@ convert_replaces_a_file_only_when_forced() {
     echo precious >"$s/kept.bin"
     refuses 1 'kept.bin.*--force' convert demo "$s/kept.bin" -q
     [ "$(cat "$s/kept.bin")" = precious ]
-    succeeds convert demo "$s/kept.bin" -q --force
+    succeeds convert demo "$s/kept.bin" $plain -q --force
     succeeds run "$s/kept.bin" -p "$once" -n 1 -q --verify
     refuses 1 "$s/none/x.bin" convert demo "$s/none/x.bin" -q
     refuses 1 'directory' convert demo "$s" -q --force
@@ -671,14 +674,14 @@ convert_replaces_a_file_only_when_forced() {
 t convert_replaces_a_file_only_when_forced
 
 row_15_a_full_disk_leaves_no_file() {
-    refuses 1 full.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/full.bin" -q
+    refuses 1 full.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/full.bin" $plain -q
     absent full.bin
 }
 t row_15_a_full_disk_leaves_no_file
 
 row_15_a_full_disk_leaves_the_old_file() {
     echo precious >"$s/old.bin"
-    refuses 1 old.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/old.bin" --force -q
+    refuses 1 old.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/old.bin" $plain --force -q
     [ "$(cat "$s/old.bin")" = precious ]
     [ "$(find "$s" -name 'old.bin*' | wc -l)" -eq 1 ]
 }
@@ -698,7 +701,7 @@ has_sparsity() {
 }
 
 info_after() {
-    convert demo "$s/sp.bin" --force -q "$@"
+    convert demo "$s/sp.bin" --force -q $plain "$@"
     succeeds convert --info "$s/sp.bin"
     [ ! -s "$s/err" ]
 }
@@ -726,7 +729,7 @@ sp_prunes_what_it_names() {
 t sp_prunes_what_it_names
 
 info_shows_config_sparsity_ratio_and_provenance() {
-    convert demo "$s/all.bin" --sp 0.5 --prune all -q
+    convert demo "$s/all.bin" --sp 0.5 --prune all $plain -q
     succeeds convert --info "$s/all.bin"
     grep -q 'dim 256, hidden 768, 8 layers, 8 heads (4 kv) of 32' "$s/out"
     grep -q '4096 tokens, context 512, BOS 1, EOS 2, tokenizer inside' "$s/out"
@@ -759,7 +762,7 @@ row_27_bytes_a_weight_follow_the_sparsity() {
     shape=256:1024:1:4:4:300:64
     for case in '0.3 1.525' '0.5 1.125' '0.7 0.725' '0.9 0.325' '0 2.125'; do
         ratio=${case% *} expected=${case#* }
-        convert --synthetic $shape "$s/size.bin" --sp "$ratio" --prune all --format tiled-cbc -q --force
+        convert --synthetic $shape "$s/size.bin" --sp "$ratio" --prune all --format tiled-cbc --dp 0 -q --force
         convert --info "$s/size.bin" >"$s/out"
         sed -n 's/.*tiled-cbc .*CR \([0-9.]*\) .*/\1/p' "$s/out" >"$s/ratios"
         [ "$(wc -l <"$s/ratios")" -eq 4 ]
@@ -767,12 +770,66 @@ row_27_bytes_a_weight_follow_the_sparsity() {
             awk -v got="$cr" -v low="$expected" 'BEGIN { exit !(2 / got >= low && 2 / got <= low + 0.05) }'
         done <"$s/ratios"
     done
-    convert --synthetic $shape "$s/size.bin" --sp 0.05 --force 2>"$s/err"
+    convert --synthetic $shape "$s/size.bin" --sp 0.05 --dp 0 --force 2>"$s/err"
     grep -q ' 0 matrices as Tiled-CBC' "$s/err"  # dense is smaller
-    convert --synthetic $shape "$s/size.bin" --sp 0.1 --force 2>"$s/err"
+    convert --synthetic $shape "$s/size.bin" --sp 0.1 --dp 0 --force 2>"$s/err"
     grep -q ' 2 matrices as Tiled-CBC' "$s/err"
+    convert --synthetic $shape "$s/size.bin" --sp 0.05 --dp 0.2 --calib-tokens 1000 --force 2>"$s/err"
+    grep -q ' 2 matrices as Tiled-CBC' "$s/err"  # only so can columns be skipped
 }
 t row_27_bytes_a_weight_follow_the_sparsity
+
+# nll FILE: of 1024 tokens after the file's own static pruning.
+nll() {
+    run "$1" --dp 0 --ppl "$heldout" --tokens --ppl-window 512 --ppl-tokens 1025 -q --json "$s/figures" >"$s/out"
+    json nll "$s/figures"
+}
+
+below() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a + 0 > 0 && a < b) }'; }
+
+calibrated_pruning_beats_magnitude() {
+    heldout=$PWD/../shared/data/text/heldout-32769.tok
+    [ -r "$heldout" ] || skip_test "$heldout absent"
+    for method in magnitude wanda sparsegpt; do
+        succeeds convert demo "$s/$method.bin" --sp mlp=0.6,attn=0.4 --method $method --calib-tokens 4096 --dp 0
+        # floor(256 * 0.4) / 256 and so on where rows are counted
+        grep -qE '^layer 7 .*q 0\.(4000|3984).*gate 0\.(6000|5977).*down 0\.(6000|5990)$' "$s/err"
+        succeeds convert --info "$s/$method.bin"
+        grep -q "^method .*$method" "$s/out"
+        [ $method = magnitude ] || grep -q '^sp_calibration_tokens *4096' "$s/out"
+    done
+    below "$(nll "$s/wanda.bin")" "$(nll "$s/magnitude.bin")"
+    below "$(nll "$s/sparsegpt.bin")" "$(nll "$s/wanda.bin")"
+}
+t calibrated_pruning_beats_magnitude
+
+row_22_nothing_removed_changes_nothing() {
+    for method in magnitude wanda sparsegpt; do
+        convert demo "$s/zero.bin" --sp 0 --method $method --prune all --format tiled-cbc --dp 0 --force -q
+        greedy zero "$s/zero.bin" -p "$once" -n 64
+        cmp "$s/zero" "$s/once.out"
+    done
+}
+t row_22_nothing_removed_changes_nothing
+
+row_24_a_calibration_text_may_be_any_file_that_is_long_enough() {
+    echo 'ten words are not enough to calibrate a model on' >"$s/short.txt"
+    : >"$s/nothing.txt"
+    for method in wanda sparsegpt; do
+        refuses 2 'short.txt.*1000' convert demo "$s/new.bin" --method $method --calib "$s/short.txt" -q
+    done
+    refuses 2 'nothing.txt.*1000' convert demo "$s/new.bin" --calib "$s/nothing.txt" -q
+    refuses 2 'short.txt.*1000' convert demo "$s/new.bin" --method magnitude --calib-dp "$s/short.txt" -q
+    refuses 1 'none.txt' convert demo "$s/new.bin" --calib "$s/none.txt" -q
+    refuses 2 tokenizer convert demo "$s/new.bin" --no-tokenizer -q
+    absent new.bin
+    succeeds convert demo "$s/unread.bin" --method magnitude --dp 0 --calib "$s/none.txt" -q
+    for i in 1 2 3 4; do head -c 2000 README.md; done >"$s/long.txt"
+    succeeds convert demo "$s/own.bin" --calib "$s/long.txt" --calib-len 100 --dp 0 -b cpu
+    grep -q '^warning .*long.txt' "$s/err"
+    grep -q '^calib .*tokens of .*long.txt' "$s/err"
+}
+t row_24_a_calibration_text_may_be_any_file_that_is_long_enough
 
 synthetic_weights_depend_on_the_seed_alone() {
     shape=40:60:2:4:2:100:48
@@ -816,14 +873,16 @@ t convert_ignores_no_tokenizer
 
 convert_refuses_wrong_arguments() {
     refuses_each 2 convert demo "$s/new.bin" <<'END'
---method wanda|--method wanda
---method sparsegpt|--method sparsegpt
 --method best|--method best
---calib: |--calib x.txt
---calib-dp: |--calib-dp x.txt
---calib-tokens: |--calib-tokens 5
---calib-len: |--calib-len 5
---dp: |--dp 0.3
+--per-row.*magnitude|--per-row
+--per-row.*magnitude|--per-row --method sparsegpt
+--calib-tokens 999.*1000|--calib-tokens 999
+--calib-tokens|--calib-tokens many
+--calib-len 1|--calib-len 1
+513.*512|--calib-len 513
+--dp 0.96.*0.95|--dp 0.96
+--dp -0.1|--dp -0.1
+-b gpu|-b gpu
 --sp 1.1|--sp 1.1
 --sp -0.1|--sp -0.1
 --sp nan|--sp nan
@@ -851,5 +910,64 @@ END
     absent new.bin
 }
 t convert_refuses_wrong_arguments
+
+# ---- dynamic pruning ----------------------------------------------------------------------------------------
+
+# One file with quantiles, its MLP as Tiled-CBC and its attention dense; the ratio in it is 0.3.
+make_dynamic() {
+    [ -e "$s/dynamic.bin" ] ||
+        convert demo "$s/dynamic.bin" --sp 0.5 --method magnitude --dp 0.3 --calib-tokens 1024 -q
+}
+
+dp_is_the_files_unless_asked_for() {
+    make_dynamic
+    succeeds run "$s/dynamic.bin" -p "$once" -n 40 -t 0 --ignore-eos -v --json "$s/figures"
+    grep -q '^dynamic *0\.3 from the file; stored dense, skips nothing: attention input, attention output$' "$s/err"
+    grep -q '^ *MLP input .*of inputs (30 % asked)' "$s/err"
+    lacks 'attention input .*of inputs' "$s/err"
+    [ "$(json dp_asked "$s/figures")" = 0.3 ]
+    same_number "$(json dp_reached "$s/figures")" 0.3 0.06
+    same_number "$(json total "$s/figures")" 0.65 0.05
+    succeeds run "$s/dynamic.bin" -p "$once" -n 40 -t 0 --ignore-eos --dp mlp=0.7 --json "$s/figures"
+    grep -q '^dynamic *mlp 0\.7, attn 0\.3 asked' "$s/err"
+    [ "$(json dp_asked "$s/figures")" = 0.7 ]
+    same_number "$(json dp_reached "$s/figures")" 0.7 0.06
+}
+t dp_is_the_files_unless_asked_for
+
+dp_0_is_exact() {
+    make_dynamic
+    convert demo "$s/without.bin" --sp 0.5 $plain -q --force
+    greedy exact "$s/dynamic.bin" -p "$once" -n 64 --dp 0
+    greedy without "$s/without.bin" -p "$once" -n 64
+    cmp "$s/exact" "$s/without"
+    greedy thinned "$s/dynamic.bin" -p "$once" -n 64 --dp 0.8
+    differ "$s/thinned" "$s/exact"
+}
+t dp_0_is_exact
+
+dp_counts_in_perplexity() {
+    make_dynamic
+    for _ in 1 2 3 4 5 6 7 8; do
+        printf '%s there was a king who had three sons and a garden. ' "$once"
+    done >"$s/king.txt"
+    succeeds run "$s/dynamic.bin" --ppl "$s/king.txt" --dp 0.6 --dense-prefix 8 --json "$s/figures"
+    grep -q '^skipped .*of inputs (60 % asked)' "$s/err"
+    same_number "$(json dp_reached "$s/figures")" 0.6 0.06
+    thinned=$(json nll "$s/figures")
+    succeeds run "$s/dynamic.bin" --ppl "$s/king.txt" --dp 0 --dense-prefix 8 --json "$s/figures"
+    [ "$thinned" != "$(json nll "$s/figures")" ]
+    same_number "$(json dp_reached "$s/figures")" 0 0.01
+}
+t dp_counts_in_perplexity
+
+wrong_dp_is_refused() {
+    make_dynamic
+    refuses 2 'attn=0.3.*dense' run "$s/dynamic.bin" -p "$once" --dp attn=0.3
+    refuses 2 '--dp 0.96.*0.95' run "$s/dynamic.bin" -p "$once" --dp 0.96
+    refuses 2 '--dp 0.3.*no quantiles.*convert' run "$s/ids.bin" --tokens -f "$s/once.tok" --dp 0.3
+    succeeds run "$s/dynamic.bin" -p "$once" -n 4 --dp attn=0 -q
+}
+t wrong_dp_is_refused
 
 exit $failed
