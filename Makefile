@@ -162,7 +162,7 @@ debug:
 # ---- demo and tests -------------------------------------------------------------------------------------------
 
 demo: all
-	./convert demo $(BUILD)/demo.bin --sp 0.5 --force
+	./convert demo $(BUILD)/demo.bin --sp 0.5 --calib-tokens 8192 --force
 	./run $(BUILD)/demo.bin -p "Once upon a time" -n 128 --seed 1
 
 $(BUILD)/tests/%: tests/%.c $(LIBRARY)

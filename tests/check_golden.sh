@@ -22,7 +22,7 @@ check() {
     fi
     expected=$(number val_nll "$source/golden.json")
     nll=
-    if "$bin/convert" "$source" "$scratch/$name.bin" --sp 0 --prune "$3" --format "$2" --force -q &&
+    if "$bin/convert" "$source" "$scratch/$name.bin" --sp 0 --dp 0 --prune "$3" --format "$2" --force -q &&
         "$bin/run" "$scratch/$name.bin" --ppl "$text" --tokens --ppl-window 512 -q \
             --json "$scratch/$name.json"; then
         nll=$(number nll "$scratch/$name.json")

@@ -756,12 +756,22 @@ static void check_heldout(const char *dir) {
     s->free(s);
 }
 
+/* Minutes in a build with sanitizers. */
+static void skip_long_test(void) {
+    if (getenv("SPDP_TEST_SHORT")) {
+        print_message("skipped: too long for SPDP_TEST_SHORT\n");
+        skip();
+    }
+}
+
 static void the_demo_reaches_its_ratios_on_heldout_text(void **state) {
+    skip_long_test();
     (void)state;
     check_heldout("demo");
 }
 
 static void books_reaches_its_ratios_on_heldout_text(void **state) {
+    skip_long_test();
     (void)state;
     check_heldout("../shared/data/books-30M");
 }

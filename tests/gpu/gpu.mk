@@ -35,7 +35,7 @@ endif
 	for f in run convert; do strip -o $(BUNDLE)/spdp/$$f $(GPU_BUILD)/$$f; done
 	for f in $(GPU_TESTS) $(GPU_PROGRAMS) bench_kernels; do \
 		strip -o $(BUNDLE)/spdp/build/$$f $(GPU_BUILD)/bin/$$f; done
-	for so in `ldd $(GPU_BUILD)/bin/test_forward | sed -n 's/.*=> \(.*\(sentencepiece\|cjson\|xxhash\|cmocka\|gomp\)[^ ]*\) .*/\1/p'`; \
+	for so in `ldd $(GPU_BUILD)/bin/test_forward $(GPU_BUILD)/convert | sed -n 's/.*=> \(.*\(sentencepiece\|cjson\|xxhash\|cmocka\|gomp\|lapack\|blas\|gfortran\|quadmath\)[^ ]*\) .*/\1/p'`; \
 		do cp -L $$so $(BUNDLE)/spdp/lib/; done
 	for f in stories260K demo-8M/golden.json demo-8M/config.json demo-8M/tokenizer.model text/heldout-32769.tok; do \
 		if [ -e ../shared/data/$$f ]; then cp -r ../shared/data/$$f $(BUNDLE)/shared/data/$$f; fi; done

@@ -22,7 +22,7 @@ check() {
 
 if [ "${1:-}" = --sanitize ]; then
     export SPDP_TEST_SHORT=1
-    ./convert demo build/demo.bin --sp 0.5 --force -q  # attention dense, MLP compressed
+    ./convert demo build/demo.bin --sp 0.5 --method magnitude --dp 0 --force -q  # attention dense, MLP compressed
     for tool in memcheck racecheck initcheck synccheck; do
         sanitizer="compute-sanitizer --tool $tool --error-exitcode 9"
         for program in build/*_test; do
