@@ -5,9 +5,9 @@
 #include <math.h>
 #include <signal.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "../kernels/backend.h"
+#include "../model/input.h"
 #include "../tokenizer/tokenizer.h"
 #include "info.h"
 #include "pack.h"
@@ -246,29 +246,6 @@ static int print_info(const char *path, Error *err) {
     return rc;
 }
 
-/* A whole file in memory, released with free(). */
-static int read_file(void **data, size_t *bytes, const char *path, Error *err) {
-    struct stat st;
-    FILE *f = fopen(path, "rb");
-    if (!f || fstat(fileno(f), &st) != 0 || !S_ISREG(st.st_mode)) {
-        error_set(err, ERR_OPEN, "%.300s: %s", path, f ? "is not a regular file" : strerror(errno));
-        if (f) {
-            fclose(f);
-        }
-        return ERR_OPEN;
-    }
-    void *p = memory_alloc((size_t)st.st_size);
-    const bool ok = p && fread(p, 1, (size_t)st.st_size, f) == (size_t)st.st_size;
-    fclose(f);
-    if (!ok) {
-        free(p);
-        return error_set(err, ERR_OPEN, "%.300s: cannot be read", path);
-    }
-    *data = p;
-    *bytes = (size_t)st.st_size;
-    return OK;
-}
-
 /* The tokenizer that goes into the file: a file's, the source's, or none; it must load and fit the vocabulary.
  *   owned  what has to be freed with the bytes of a file
  *   t      NULL if there is none */
@@ -281,11 +258,14 @@ static int choose_tokenizer(PackOptions *pack, void **owned, Tokenizer **t, cons
     pack->tokenizer = s->tokenizer;
     pack->tokenizer_bytes = s->tokenizer_bytes;
     if (o->tokenizer) {
-        const int rc = read_file(owned, &pack->tokenizer_bytes, o->tokenizer, err);
+        Bytes file;
+        const int rc = input_read_file(&file, o->tokenizer, err);
         if (rc) {
             error_prefix(err, "--tokenizer");
             return rc;
         }
+        *owned = file.data;
+        pack->tokenizer_bytes = file.n;
         pack->tokenizer = *owned;
     }
     if (!pack->tokenizer) {
