@@ -10,6 +10,7 @@
 #define SPDP_BACKEND_H
 
 #include "matrix.h"
+#include "random_weights.h"
 #include "sampling.h"
 
 #ifdef __cplusplus
@@ -35,6 +36,8 @@ struct Backend {
     const char *name;                  // "cpu"
     char device[128];                  // what it runs on, for people
     int max_tokens;                    // largest n it wants in one call (prefill chunk)
+    bool own_memory;                   // apart from the process's, so that upload() copies
+    bool records;                      // does begin_step() ever replay?
     ProductStats stats[N_SITES];       // brought up to date by finish(), reset by the caller
     void *ctx;                         // the backend's own
 
@@ -46,6 +49,27 @@ struct Backend {
     const void *(*upload)(Backend *be, const void *host, size_t bytes);
     void (*write)(Backend *be, void *to, const void *host, size_t bytes);
     void (*read)(Backend *be, void *host, const void *from, size_t bytes);
+
+    /* Bytes that can be had from now on. */
+    size_t (*memory_free)(Backend *be);
+
+    /* Bytes that products of n tokens with a matrix need on top, taken when first needed and kept for all.
+     *   w       its format, rows and cols count
+     *   swiglu  for matmul_swiglu? */
+    size_t (*product_bytes)(Backend *be, const Matrix *w, int n, bool swiglu);
+
+    /* Make a matrix of random weights, readable until the backend is freed.
+     *   w        format, rows and cols are given, storage is filled in
+     *   nnz      its nonzeros
+     *   weights  values in the backend's memory
+     * false: no room. Every backend makes the same matrix. */
+    bool (*random_matrix)(Backend *be, Matrix *w, size_t *nnz, const RandomWeights *weights);
+
+    /* Energy that the device has taken since some moment, joules; NAN where it cannot be measured. */
+    double (*energy_joules)(Backend *be);
+
+    /* GB/s of a streaming read of more memory than any cache holds, the best of several; NAN if there is no room. */
+    double (*read_ceiling)(Backend *be);
 
     /* Around the operations of one forward pass. repeats: they are the same, on the same pointers, in every step
      * that says so (what the pointers point to may differ). begin_step returns false when the backend has recorded
@@ -72,19 +96,16 @@ struct Backend {
     void (*matmul_swiglu)(Backend *be, fp16 *out, const Matrix *w, const fp16 *x, int n,
                           const float *threshold);
 
-    /* Rotate q and k by position, append k and v to one layer's cache.
-     *   q        (n, n_heads * head_dim) fp16, written
+    /* Rotate q and k by position, append k and v to one layer's cache, then causal attention of tokens
+     * *pos .. *pos + n - 1 over positions 0 .. own.
+     *   out      (n, n_heads * head_dim) fp16
+     *   q        (n, n_heads * head_dim) fp16, work space: undefined afterwards
      *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16; positions *pos .. *pos + n - 1 are written
      *   qkv      (n, (n_heads + 2 n_kv_heads) * head_dim) fp32
      *   rope     (seq_len, head_dim) fp32: cos, sin of pair i at [2i], [2i + 1]; pairs are adjacent
      *   pos      one int: position of the first token */
-    void (*rope_append)(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
-                        const float *rope, const AttentionShape *shape, const int *pos, int n);
-
-    /* Causal attention of tokens *pos .. *pos + n - 1 over positions 0 .. own.
-     *   out, q   (n, n_heads * head_dim) fp16 */
-    void (*attention)(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                      const AttentionShape *shape, const int *pos, int n);
+    void (*attention)(Backend *be, fp16 *out, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                      const float *rope, const AttentionShape *shape, const int *pos, int n);
 
     /* Choose a token by sample_token() from one row of logits (n): finish(), then ERR_NUMBER if a logit is
      * not finite. */

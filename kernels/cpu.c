@@ -5,6 +5,11 @@
 
 #include <math.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 #include "cpu_kernels.h"
 
@@ -25,6 +30,8 @@ typedef struct {
     Site fault_site;
     void *scratch[4];  // grown on demand, kept between calls
     size_t scratch_bytes[4];
+    void **matrices;  // random ones, freed with the backend
+    size_t n_matrices;
 } Cpu;
 
 /* Threads for an operation of so many multiply-adds. */
@@ -47,6 +54,22 @@ static void *scratch(Cpu *cpu, int slot, size_t bytes) {
     return cpu->scratch[slot];
 }
 
+/* Bytes of address space that the process may still take. */
+static size_t address_space_left(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+        return SIZE_MAX;
+    }
+    FILE *f = fopen("/proc/self/statm", "r");
+    size_t pages = 0;
+    if (f) {
+        pages = fscanf(f, "%zu", &pages) == 1 ? pages : 0;
+        fclose(f);
+    }
+    const size_t used = pages * (size_t)sysconf(_SC_PAGESIZE);
+    return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
+}
+
 /* Bytes that can still be had without swapping; SIZE_MAX if the system does not say. */
 static size_t memory_available(void) {
     FILE *f = fopen("/proc/meminfo", "r");
@@ -57,7 +80,7 @@ static size_t memory_available(void) {
     if (f) {
         fclose(f);
     }
-    return kib * 1024;
+    return min_size(kib * 1024, address_space_left());
 }
 
 /* From calloc, so that pages of a long cache cost nothing before they are used; the pointer that free() wants
@@ -101,6 +124,92 @@ static void cpu_write(Backend *be, void *to, const void *host, size_t bytes) {
 static void cpu_read(Backend *be, void *host, const void *from, size_t bytes) {
     (void)be;
     memcpy(host, from, bytes);
+}
+
+static size_t cpu_memory_free(Backend *be) {
+    (void)be;
+    return memory_available();
+}
+
+/* Input and output as floats, and the input in the order of panel_product. */
+static size_t cpu_product_bytes(Backend *be, const Matrix *w, int n, bool swiglu) {
+    (void)be;
+    (void)swiglu;
+    return (size_t)n * (w->rows + 2 * w->cols) * sizeof(float);
+}
+
+/* Remember memory that is freed with the backend; false, with the memory freed, when there is no room to. */
+static bool own(Cpu *cpu, void *memory) {
+    void **matrices = realloc(cpu->matrices, (cpu->n_matrices + 1) * sizeof *matrices);
+    if (!matrices) {
+        free(memory);
+        return false;
+    }
+    cpu->matrices = matrices;
+    matrices[cpu->n_matrices++] = memory;
+    return true;
+}
+
+static bool cpu_random_matrix(Backend *be, Matrix *w, size_t *nnz, const RandomWeights *weights) {
+    Cpu *cpu = be->ctx;
+    const size_t stride = dense_stride(w->cols);
+    size_t bytes, n = 0;
+    fp16 *dense = size_mul(&bytes, w->rows, stride * sizeof *dense) ? memory_alloc(bytes) : NULL;
+    if (!dense) {
+        return false;
+    }
+#pragma omp parallel for num_threads(cpu->n_threads) schedule(static) reduction(+ : n)
+    for (size_t row = 0; row < w->rows; row++) {
+        fp16 *out = dense + row * stride;
+        random_weights_row(out, weights, row, w->cols);
+        for (size_t k = 0; k < w->cols; k++) {
+            n += !fp16_is_zero(out[k]);
+        }
+    }
+    *nnz = n;
+    if (w->format == FORMAT_DENSE) {
+        w->dense = dense;
+        w->stride = stride;
+        return own(cpu, dense);
+    }
+    void *block;
+    const int rc = tiled_cbc_encode(&w->cbc, &block, NULL, dense, w->rows, w->cols, stride, cpu->n_threads, NULL);
+    free(dense);
+    return rc == OK && own(cpu, block);
+}
+
+static double cpu_energy_joules(Backend *be) {
+    (void)be;
+    return NAN;
+}
+
+/* 1 GiB, cut among the threads as they first touched it. */
+static double cpu_read_ceiling(Backend *be) {
+    const int n_threads = ((Cpu *)be->ctx)->n_threads;
+    const size_t n = (size_t)1 << 27;
+    uint64_t *p = cpu_alloc(be, n * sizeof *p);
+    if (!p) {
+        return NAN;
+    }
+#pragma omp parallel for num_threads(n_threads) schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        p[i] = i;
+    }
+    double best = 0;
+    volatile uint64_t sink;  // so that the sums are not dropped
+    for (int repeat = 0; repeat < 5; repeat++) {
+        uint64_t sum = 0;
+        const double start = time_ms();
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
+        for (size_t i = 0; i < n; i++) {
+            sum += p[i];
+        }
+        best = fmax(best, (double)(n * sizeof *p) / (time_ms() - start) * 1e-6);
+        sink = sum;
+    }
+    (void)sink;
+    cpu_release(be, p);
+    return best;
 }
 
 static bool cpu_begin_step(Backend *be, bool repeats) {
@@ -334,9 +443,8 @@ static void rotate(const CpuKernels *k, fp16 *out, const float *x, const float *
     k->to_fp16(out, rotated, (size_t)head_dim);
 }
 
-static void cpu_rope_append(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
-                            const float *rope, const AttentionShape *shape, const int *pos, int n) {
-    const Cpu *cpu = be->ctx;
+static void rope_append(const Cpu *cpu, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv, const float *rope,
+                        const AttentionShape *shape, const int *pos, int n) {
     const size_t hd = (size_t)shape->head_dim, n_heads = (size_t)shape->n_heads;
     const size_t n_kv = (size_t)shape->n_kv_heads;
 #pragma omp parallel for num_threads(cpu->n_threads) if (n > 1)
@@ -413,9 +521,10 @@ static void attend(const CpuKernels *k, Softmax *state, const AttentionTask *tas
     }
 }
 
-static void cpu_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                          const AttentionShape *shape, const int *pos, int n) {
+static void cpu_attention(Backend *be, fp16 *out, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                          const float *rope, const AttentionShape *shape, const int *pos, int n) {
     Cpu *cpu = be->ctx;
+    rope_append(cpu, q, k_cache, v_cache, qkv, rope, shape, pos, n);
     const int group = shape->n_heads / shape->n_kv_heads, kv_len = *pos + n;
     const size_t hd = (size_t)shape->head_dim;
     // Many tokens are work enough for all threads; a single one is cut along its context.
@@ -499,6 +608,10 @@ static void cpu_free(Backend *be) {
     for (size_t i = 0; i < sizeof cpu->scratch / sizeof *cpu->scratch; i++) {
         free(cpu->scratch[i]);
     }
+    for (size_t i = 0; i < cpu->n_matrices; i++) {
+        free(cpu->matrices[i]);
+    }
+    free(cpu->matrices);
     free(cpu);
     free(be);
 }
@@ -515,8 +628,9 @@ static bool runs_here(const CpuKernels *k) {
                runs_here(&cpu_kernels_avx2);
     }
     if (k == &cpu_kernels_avx2) {
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
+        unsigned eax, ebx, ecx, edx;  // clang's __builtin_cpu_supports() does not know f16c
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt") &&
+               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
     }
 #endif
     return k == &cpu_kernels_portable;
@@ -569,6 +683,11 @@ int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err) {
         .upload = cpu_upload,
         .write = cpu_write,
         .read = cpu_read,
+        .memory_free = cpu_memory_free,
+        .product_bytes = cpu_product_bytes,
+        .random_matrix = cpu_random_matrix,
+        .energy_joules = cpu_energy_joules,
+        .read_ceiling = cpu_read_ceiling,
         .begin_step = cpu_begin_step,
         .end_step = cpu_end_step,
         .embed = cpu_embed,
@@ -576,7 +695,6 @@ int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err) {
         .matmul = cpu_matmul,
         .matmul_add = cpu_matmul_add,
         .matmul_swiglu = cpu_matmul_swiglu,
-        .rope_append = cpu_rope_append,
         .attention = cpu_attention,
         .sample = cpu_sample,
         .finish = cpu_finish,

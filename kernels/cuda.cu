@@ -6,6 +6,7 @@
 
 #include "cublas.h"
 #include "cuda_ops.cuh"
+#include "nvml.h"
 
 #define MAX_TOKENS 2048                          // tokens of a prefill chunk: expanding W is a sixth of its product
 #define WORKSPACE_BYTES ((size_t)64 << 20)       // partial sums: each launcher cuts its work so that they fit
@@ -13,6 +14,7 @@
 #define SMALL_UPLOAD ((size_t)1 << 20)           // not worth staging
 #define SPMM_MAX_TOKENS 64                       // above, expanding W for cuBLAS is faster (tests/bench/NOTES.md)
 #define SLAB_BYTES ((size_t)256 << 20)           // of an expanded part of W
+#define RESERVED_BYTES ((size_t)256 << 20)       // for what driver and cuBLAS load when it is first used
 
 /* Device memory that uploads own, freed with the backend. */
 struct Upload {
@@ -23,6 +25,7 @@ struct Upload {
 struct Cuda {
     CudaLaunch launch;
     Cublas *cublas;
+    Nvml *nvml;                 // NULL: none
     Upload *uploads;
     unsigned char *staging[2];
     cudaEvent_t staged[2];
@@ -69,7 +72,8 @@ static void copy_through_staging(Cuda *cuda, unsigned char *device, const unsign
     }
 }
 
-static const void *cuda_upload(Backend *be, const void *host, size_t bytes) {
+/* Memory that is freed with the backend. */
+static void *alloc_upload(Backend *be, size_t bytes) {
     Cuda *cuda = cuda_of(be);
     Upload *upload = new (std::nothrow) Upload;
     void *device = upload ? cuda_alloc(be, bytes) : NULL;
@@ -77,13 +81,22 @@ static const void *cuda_upload(Backend *be, const void *host, size_t bytes) {
         delete upload;
         return NULL;
     }
+    *upload = {device, cuda->uploads};
+    cuda->uploads = upload;
+    return device;
+}
+
+static const void *cuda_upload(Backend *be, const void *host, size_t bytes) {
+    Cuda *cuda = cuda_of(be);
+    void *device = alloc_upload(be, bytes);
+    if (!device) {
+        return NULL;
+    }
     if (bytes <= SMALL_UPLOAD) {
         CUDA_CHECK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda->launch.stream));
     } else {
         copy_through_staging(cuda, static_cast<unsigned char *>(device), static_cast<const unsigned char *>(host), bytes);
     }
-    *upload = {device, cuda->uploads};
-    cuda->uploads = upload;
     return device;
 }
 
@@ -96,6 +109,78 @@ static void cuda_read(Backend *be, void *host, const void *from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, cuda_of(be)->launch.stream));
     CUDA_CHECK(cudaStreamSynchronize(cuda_of(be)->launch.stream));
 }
+
+static size_t cuda_memory_free(Backend *be) {
+    (void)be;
+    size_t free_bytes, total;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+    return free_bytes > RESERVED_BYTES ? free_bytes - RESERVED_BYTES : 0;
+}
+
+/* The index is made first, since it tells how many values there are; the host sums up the GTiles' sizes. */
+static bool random_tiled_cbc(Backend *be, Matrix *w, const RandomWeights *weights, RandomTotals *totals) {
+    const CudaLaunch *c = &cuda_of(be)->launch;
+    const size_t gtiles = tiled_cbc_tile_rows(w->rows) * (tiled_cbc_cols_padded(w->cols) / TILE_K);
+    TiledCbcLayout layout;
+    if (tiled_cbc_layout(&layout, w->rows, w->cols, NULL)) {
+        return false;
+    }
+    uint32_t *sizes = new (std::nothrow) uint32_t[gtiles + 1];
+    unsigned char *index = sizes ? static_cast<unsigned char *>(alloc_upload(be, layout.values)) : NULL;
+    if (!index) {
+        delete[] sizes;
+        return false;
+    }
+    uint32_t *tile_offset = reinterpret_cast<uint32_t *>(index + layout.tile_offset);
+    uint32_t *col_info = reinterpret_cast<uint32_t *>(index + layout.col_info);
+    uint64_t *bitmap = reinterpret_cast<uint64_t *>(index + layout.bitmap);
+    random_index_cuda(c, tile_offset + 1, col_info, bitmap, w->rows, w->cols, weights, totals);
+    cuda_read(be, sizes, tile_offset, (gtiles + 1) * sizeof *sizes);
+    for (size_t g = 0; g < gtiles; g++) {
+        sizes[g + 1] += sizes[g];
+    }
+    const size_t n_values = (size_t)sizes[gtiles] * COLUMN_ALIGN;
+    cuda_write(be, tile_offset, sizes, (gtiles + 1) * sizeof *sizes);
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
+    delete[] sizes;
+    fp16 *values = static_cast<fp16 *>(alloc_upload(be, n_values * sizeof(fp16)));
+    if (!values) {
+        return false;
+    }
+    w->cbc = TiledCbc{w->rows, w->cols, tile_offset, col_info, bitmap, values, n_values, TILE_M};
+    random_values_cuda(c, &w->cbc, values, weights);
+    return true;
+}
+
+static bool cuda_random_matrix(Backend *be, Matrix *w, size_t *nnz, const RandomWeights *weights) {
+    const CudaLaunch *c = &cuda_of(be)->launch;
+    RandomTotals *totals = reinterpret_cast<RandomTotals *>(c->workspace), counted;
+    CUDA_CHECK(cudaMemsetAsync(totals, 0, sizeof *totals, c->stream));
+    if (w->format == FORMAT_DENSE) {
+        const size_t stride = dense_stride(w->cols);
+        size_t bytes;
+        const bool fits = size_mul(&bytes, w->rows, stride * sizeof(fp16));
+        fp16 *dense = fits ? static_cast<fp16 *>(alloc_upload(be, bytes)) : NULL;
+        if (!dense) {
+            return false;
+        }
+        random_dense_cuda(c, dense, w->rows, w->cols, stride, weights, totals);
+        w->dense = dense;
+        w->stride = stride;
+    } else if (!random_tiled_cbc(be, w, weights, totals)) {
+        return false;
+    }
+    cuda_read(be, &counted, totals, sizeof counted);
+    *nnz = counted.nnz;
+    if (w->format == FORMAT_TILED_CBC) {
+        w->cbc.max_col_values = counted.max_col_values;
+    }
+    return true;
+}
+
+static double cuda_energy_joules(Backend *be) { return nvml_energy_joules(cuda_of(be)->nvml); }
+
+static double cuda_read_ceiling(Backend *be) { return read_ceiling_cuda(&cuda_of(be)->launch); }
 
 /* Memory that grows on demand. Never while a step is recorded: the step before it has made it large enough. */
 static void *scratch(Cuda *cuda, size_t bytes) {
@@ -177,6 +262,26 @@ static size_t slab_bytes(const Matrix *w) {
     return w->format == FORMAT_DENSE ? 0 : min_size(bytes, SLAB_BYTES);
 }
 
+/* Scratch memory of a product that takes cuBLAS, part by part. */
+struct ProductRoom {
+    size_t slab, kept, sums;
+};
+
+static ProductRoom product_room(const Matrix *w, int n, bool thinned, bool swiglu) {
+    ProductRoom room = {};
+    room.slab = slab_bytes(w);
+    room.kept = w->format == FORMAT_TILED_CBC && thinned ? round_up((size_t)n * w->cols * sizeof(fp16), 256) : 0;
+    room.sums = swiglu ? (size_t)n * w->rows * sizeof(float) : 0;
+    return room;
+}
+
+static size_t cuda_product_bytes(Backend *be, const Matrix *w, int n, bool swiglu) {
+    (void)be;
+    const bool own_kernel = n == 1 || (w->format == FORMAT_TILED_CBC && n <= SPMM_MAX_TOKENS);
+    const ProductRoom room = product_room(w, n, true, swiglu);
+    return own_kernel ? 0 : room.slab + room.kept + room.sums;
+}
+
 /* Which kernel: one token has its own; few tokens decode Tiled-CBC on the way to the Tensor Cores; many use cuBLAS. */
 static void product(Backend *be, void *out, const Matrix *w, const fp16 *x, int n, const float *threshold,
                     Epilogue epilogue) {
@@ -190,19 +295,19 @@ static void product(Backend *be, void *out, const Matrix *w, const fp16 *x, int 
     } else if (tiled && n <= SPMM_MAX_TOKENS) {
         spmm_cuda(c, out, w, x, n, threshold, epilogue);
     } else {
-        const size_t count = (size_t)n * w->rows, slab = slab_bytes(w);
-        const size_t kept = tiled && threshold ? round_up((size_t)n * w->cols * sizeof(fp16), 256) : 0;
-        const size_t sums = epilogue == EPILOGUE_SWIGLU ? count * sizeof(float) : 0;
-        unsigned char *room = static_cast<unsigned char *>(scratch(cuda, slab + kept + sums));
-        float *y = epilogue == EPILOGUE_SWIGLU ? reinterpret_cast<float *>(room + slab + kept) : static_cast<float *>(out);
+        const bool swiglu = epilogue == EPILOGUE_SWIGLU;
+        const ProductRoom room = product_room(w, n, threshold != NULL, swiglu);
+        unsigned char *slab = static_cast<unsigned char *>(scratch(cuda, room.slab + room.kept + room.sums));
+        fp16 *kept = reinterpret_cast<fp16 *>(slab + room.slab);
+        float *y = swiglu ? reinterpret_cast<float *>(slab + room.slab + room.kept) : static_cast<float *>(out);
         check_finite_cuda(c, x, (size_t)n * w->cols, w);
-        if (kept) {
-            drop_small_cuda(c, reinterpret_cast<fp16 *>(room + slab), x, (size_t)n * w->cols, threshold);
-            x = reinterpret_cast<fp16 *>(room + slab);
+        if (room.kept) {
+            drop_small_cuda(c, kept, x, (size_t)n * w->cols, threshold);
+            x = kept;
         }
-        library_product(cuda, y, w, x, n, reinterpret_cast<fp16 *>(room), epilogue == EPILOGUE_ADD ? 1.0f : 0.0f);
-        if (epilogue == EPILOGUE_SWIGLU) {
-            swiglu_cuda(c, static_cast<fp16 *>(out), y, count / 2);
+        library_product(cuda, y, w, x, n, reinterpret_cast<fp16 *>(slab), epilogue == EPILOGUE_ADD ? 1.0f : 0.0f);
+        if (swiglu) {
+            swiglu_cuda(c, static_cast<fp16 *>(out), y, (size_t)n * w->rows / 2);
         }
     }
 }
@@ -219,14 +324,14 @@ static void cuda_matmul_swiglu(Backend *be, fp16 *out, const Matrix *w, const fp
     product(be, out, w, x, n, threshold, EPILOGUE_SWIGLU);
 }
 
-static void cuda_rope_append(Backend *be, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv, const float *rope,
-                             const AttentionShape *shape, const int *pos, int n) {
-    rope_append_cuda(&cuda_of(be)->launch, q, k_cache, v_cache, qkv, rope, shape, pos, n);
-}
-
-static void cuda_attention(Backend *be, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                           const AttentionShape *shape, const int *pos, int n) {
-    attention_cuda(&cuda_of(be)->launch, out, q, k_cache, v_cache, shape, pos, n, shape->seq_len);
+/* One token is rotated and appended by the kernel that attends: a launch less in every layer. */
+static void cuda_attention(Backend *be, fp16 *out, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                           const float *rope, const AttentionShape *shape, const int *pos, int n) {
+    const CudaLaunch *c = &cuda_of(be)->launch;
+    if (n > 1) {
+        rope_append_cuda(c, q, k_cache, v_cache, qkv, rope, shape, pos, n);
+    }
+    attention_cuda(c, out, q, k_cache, v_cache, n > 1 ? NULL : qkv, rope, shape, pos, n, shape->seq_len);
 }
 
 /* ---- results ------------------------------------------------------------------------------------------------------------- */
@@ -293,6 +398,7 @@ static void cuda_free(Backend *be) {
     cudaFree(cuda->launch.counters);
     cudaFree(cuda->launch.report);
     cublas_close(cuda->cublas);
+    nvml_close(cuda->nvml);
     if (cuda->launch.stream) {
         cudaStreamDestroy(cuda->launch.stream);
     }
@@ -396,13 +502,23 @@ int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
         cuda_free(b);
         return rc;
     }
+    char bus_id[32];
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device));
+    cuda->nvml = nvml_open(bus_id);
     b->name = "cuda";
     b->max_tokens = MAX_TOKENS;
+    b->own_memory = true;
+    b->records = graphs;
     b->alloc = cuda_alloc;
     b->release = cuda_release;
     b->upload = cuda_upload;
     b->write = cuda_write;
     b->read = cuda_read;
+    b->memory_free = cuda_memory_free;
+    b->product_bytes = cuda_product_bytes;
+    b->random_matrix = cuda_random_matrix;
+    b->energy_joules = cuda_energy_joules;
+    b->read_ceiling = cuda_read_ceiling;
     b->begin_step = cuda_begin_step;
     b->end_step = cuda_end_step;
     b->embed = cuda_embed;
@@ -410,7 +526,6 @@ int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
     b->matmul = cuda_matmul;
     b->matmul_add = cuda_matmul_add;
     b->matmul_swiglu = cuda_matmul_swiglu;
-    b->rope_append = cuda_rope_append;
     b->attention = cuda_attention;
     b->sample = cuda_sample;
     b->finish = cuda_finish;

@@ -2,6 +2,7 @@
  *
  *   out, q            (n, n_heads * head_dim) fp16
  *   k_cache, v_cache  (n_kv_heads, seq_len, head_dim) fp16, positions 0 .. *pos + n - 1 are filled
+ *   qkv, rope         fp32, decode only, or NULL: then the kernel rotates and appends by itself (cuda_ops.cu: rope_append)
  *   head_dim          even, 2 .. 256; padded with zeros to PAD = 16, 32, 64, 128 or 256 on the chip
  *
  * What both kernels share. The query heads of one kv head (its group) are served together, so a key or
@@ -29,7 +30,9 @@ namespace {
 /* One call of attention_cuda. */
 struct Attention {
     fp16 *out;
-    const fp16 *q, *k_cache, *v_cache;
+    const fp16 *q;
+    fp16 *k_cache, *v_cache;
+    const float *qkv, *rope;
     const int *pos;
     int n, n_heads, group, head_dim, seq_len;
     float log2_scale;  // log2(e) / sqrt(head_dim): from q . k to the exponent of 2
@@ -125,6 +128,60 @@ __device__ __forceinline__ void chunk_to_float(float (&f)[CHUNK], const uint4 &c
     }
 }
 
+/* The chunk of a row of fp32, zeros beyond width. */
+__device__ __forceinline__ void load_floats(float (&f)[CHUNK], const float *chunk, int width, bool aligned) {
+    if (aligned && width > 0) {
+        const float4 low = reinterpret_cast<const float4 *>(chunk)[0], high = reinterpret_cast<const float4 *>(chunk)[1];
+        const float values[CHUNK] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            f[i] = values[i];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            f[i] = i < width ? chunk[i] : 0.0f;
+        }
+    }
+}
+
+__device__ __forceinline__ uint4 round_chunk(const float (&x)[CHUNK]) {
+    uint4 chunk;
+    __half2 *pairs = reinterpret_cast<__half2 *>(&chunk);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 2) {
+        pairs[i / 2] = __floats2half2_rn(x[i], x[i + 1]);
+    }
+    return chunk;
+}
+
+/* Pairs turned by angles (cos, sin in turn) and rounded, with the very operations of rope_append. */
+__device__ __forceinline__ uint4 rotate_chunk(const float (&x)[CHUNK], const float (&angle)[CHUNK]) {
+    float turned[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 2) {
+        const float c = angle[i], s = angle[i + 1];
+        turned[i] = __fsub_rn(__fmul_rn(x[i], c), __fmul_rn(x[i + 1], s));
+        turned[i + 1] = __fadd_rn(__fmul_rn(x[i], s), __fmul_rn(x[i + 1], c));
+    }
+    return round_chunk(turned);
+}
+
+/* A chunk into a row of the cache, of which width values exist. */
+__device__ __forceinline__ void store_chunk(fp16 *to, const uint4 &chunk, int width, bool aligned) {
+    if (aligned && width > 0) {
+        *reinterpret_cast<uint4 *>(to) = chunk;
+    } else {
+        const unsigned words[CHUNK / 2] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; i++) {
+            if (2 * i < width) {
+                reinterpret_cast<unsigned *>(to)[i] = words[i];
+            }
+        }
+    }
+}
+
 /* weight[h][i] = how much partial i of n counts in the joined state of head h. A warp per head; the caller
  * puts a barrier behind it. */
 template <int HEADS>
@@ -211,15 +268,39 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     const int n_heads = min(HEADS, a.group - first_head);
     const int width = a.head_dim - dim;  // values that this lane's chunk of a row has, if under CHUNK
     const bool aligned = a.head_dim % CHUNK == 0;
-    const fp16 *q = a.q + head_start(a, 0, kv_head * a.group + first_head) + dim;
-    const fp16 *k_rows = a.k_cache + cache_start(a, kv_head) + dim;
-    const fp16 *v_rows = a.v_cache + cache_start(a, kv_head) + dim;
+    fp16 *k_rows = a.k_cache + cache_start(a, kv_head) + dim, *v_rows = a.v_cache + cache_start(a, kv_head) + dim;
+    const int first_key = split * split_keys + warp * Shape::KEYS + lane / Shape::LANES;
+    const int end = min((split + 1) * split_keys, kv_len);
 
     float query[HEADS][CHUNK], out[HEADS][CHUNK] = {};
     SoftmaxState state[HEADS];
+    if (a.qkv) {
+        // The lanes that will load the last position make its key and value.
+        const float *row = a.qkv + dim;
+        float angle[CHUNK], x[CHUNK];
+        load_floats(angle, a.rope + (size_t)(kv_len - 1) * (size_t)a.head_dim + dim, width, aligned);
+        if (first_key < kv_len && split == n_active - 1 && (kv_len - 1 - first_key) % (DECODE_WARPS * Shape::KEYS) == 0) {
+            const size_t at = (size_t)(kv_len - 1) * (size_t)a.head_dim;
+            load_floats(x, row + (size_t)(a.n_heads + kv_head) * (size_t)a.head_dim, width, aligned);
+            store_chunk(k_rows + at, rotate_chunk(x, angle), width, aligned);
+            load_floats(x, row + (size_t)(a.n_heads + a.n_heads / a.group + kv_head) * (size_t)a.head_dim, width, aligned);
+            store_chunk(v_rows + at, round_chunk(x), width, aligned);
+        }
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            load_floats(x, row + (size_t)(kv_head * a.group + first_head + h) * (size_t)a.head_dim, h < n_heads ? width : 0,
+                        aligned);
+            chunk_to_float(query[h], rotate_chunk(x, angle));
+        }
+    } else {
+        const fp16 *q = a.q + head_start(a, 0, kv_head * a.group + first_head) + dim;
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            chunk_to_float(query[h], load_chunk(q + h * a.head_dim, width, h < n_heads, aligned));
+        }
+    }
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        chunk_to_float(query[h], load_chunk(q + h * a.head_dim, width, h < n_heads, aligned));
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             query[h][i] *= a.log2_scale;
@@ -227,8 +308,6 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         state[h] = {-FLT_MAX, 0};
     }
 
-    const int first_key = split * split_keys + warp * Shape::KEYS + lane / Shape::LANES;
-    const int end = min((split + 1) * split_keys, kv_len);
     for (int key = first_key; key - first_key + split * split_keys < end; key += Shape::BATCH) {
         uint4 k[DECODE_UNROLL], v[DECODE_UNROLL];
         bool present[DECODE_UNROLL];
@@ -327,17 +406,14 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         if (threadIdx.x < HEADS) {
             split_state[split * HEADS + threadIdx.x] = joined[threadIdx.x];
         }
-        // Release: what the whole block wrote is visible to the device before its arrival is counted.
-        __threadfence();
-        __syncthreads();
+        __syncthreads();  // the block has written all
         if (threadIdx.x == 0) {
-            is_last = atomicAdd(&counters[set], 1) == (unsigned)n_active - 1;
+            is_last = arrive(&counters[set]) == (unsigned)n_active - 1;
         }
         __syncthreads();  // is_last is there
         if (!is_last) {
             return;
         }
-        __threadfence();  // acquire: reads below see what the other blocks wrote before they arrived
         if (threadIdx.x == 0) {
             counters[set] = 0;
         }
@@ -721,8 +797,9 @@ void launch(const CudaLaunch *c, const Attention &a, int kv_len_max) {
 
 }  // namespace
 
-void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                    const AttentionShape *shape, const int *pos, int n, int kv_len_max) {
+void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                    const float *rope, const AttentionShape *shape, const int *pos, int n, int kv_len_max) {
+    CHECK(!qkv || (n == 1 && rope && (uintptr_t)qkv % sizeof(float4) == 0 && (uintptr_t)rope % sizeof(float4) == 0));
     CHECK(shape->n_kv_heads >= 1 && shape->n_heads >= 1 && shape->n_heads % shape->n_kv_heads == 0);
     CHECK(shape->head_dim >= 2 && shape->head_dim <= MAX_HEAD_DIM && shape->head_dim % 2 == 0);
     CHECK(n >= 1 && n <= kv_len_max && kv_len_max <= shape->seq_len);
@@ -735,6 +812,8 @@ void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, const fp16 *k
     a.q = q;
     a.k_cache = k_cache;
     a.v_cache = v_cache;
+    a.qkv = qkv;
+    a.rope = rope;
     a.pos = pos;
     a.n = n;
     a.n_heads = shape->n_heads;

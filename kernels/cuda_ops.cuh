@@ -85,10 +85,11 @@ void spmm_cuda(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, i
  * beyond the matrix are not written; stride a multiple of 8, columns from cols to stride are zeroed (cuda_spmm.cu). */
 void expand_cuda(const CudaLaunch *c, fp16 *out, size_t stride, const Matrix *w, size_t first, size_t count);
 
-/* Attention (cuda_attention.cu), as Backend.attention. kv_len_max bounds *pos + n and decides how a decode step is
- * cut along the context; the real length is read from *pos on the device. */
-void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, const fp16 *k_cache, const fp16 *v_cache,
-                    const AttentionShape *shape, const int *pos, int n, int kv_len_max);
+/* Attention (cuda_attention.cu) of rotated queries q over a cache that has the tokens' keys and values; or of one token, with
+ * qkv and rope given, all that Backend.attention does (q is not used then). kv_len_max bounds *pos + n and decides how a
+ * decode step is cut along the context; the real length is read from *pos on the device. */
+void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
+                    const float *rope, const AttentionShape *shape, const int *pos, int n, int kv_len_max);
 
 /* Choose report->token as sample_token() does (cuda_sampling.cu); -1 if a logit is not finite.
  * step: the draw's number.  workspace is c->workspace. */
@@ -97,6 +98,7 @@ void sample_cuda(const CudaLaunch *c, const float *logits, int n, const SamplePa
 /* The simple operations (cuda_ops.cu), as their namesakes in Backend. */
 void embed_cuda(const CudaLaunch *c, float *out, const Matrix *table, const int *ids, int n);
 void rmsnorm_cuda(const CudaLaunch *c, fp16 *out, const float *x, const fp16 *weight, int n, int dim, float eps);
+/* q (n, n_heads * head_dim) fp16 rotated, k rotated and v into the cache: the first half of Backend.attention */
 void rope_append_cuda(const CudaLaunch *c, fp16 *q, fp16 *k_cache, fp16 *v_cache, const float *qkv,
                       const float *rope, const AttentionShape *shape, const int *pos, int n);
 /* out (count) fp16 from y (2 count) fp32, gate and up interleaved */
@@ -105,6 +107,25 @@ void swiglu_cuda(const CudaLaunch *c, fp16 *out, const float *y, size_t count);
 void drop_small_cuda(const CudaLaunch *c, fp16 *out, const fp16 *x, size_t count, const float *threshold);
 /* Note in the report if an element of x (count) is not finite: the input of w. */
 void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const Matrix *w);
+
+/* GB/s of the best streaming read of 2 GiB; NAN if there is no room (cuda_ceiling.cu). Waits. */
+double read_ceiling_cuda(const CudaLaunch *c);
+
+/* What is counted while random weights are made. */
+typedef struct {
+    uint64_t nnz;
+    unsigned max_col_values;
+} RandomTotals;
+
+/* Random weights (cuda_synthetic.cu), see random_weights.h; what is counted is added to *totals in device memory.
+ * A dense matrix: out (rows, stride), zeros beyond cols. */
+void random_dense_cuda(const CudaLaunch *c, fp16 *out, size_t rows, size_t cols, size_t stride,
+                       const RandomWeights *r, RandomTotals *totals);
+/* The index of a Tiled-CBC matrix. tile_sizes (GTiles): values of each in units of COLUMN_ALIGN. */
+void random_index_cuda(const CudaLaunch *c, uint32_t *tile_sizes, uint32_t *col_info, uint64_t *bitmap,
+                       size_t rows, size_t cols, const RandomWeights *r, RandomTotals *totals);
+/* The values of one whose index is complete, into zeroed memory. */
+void random_values_cuda(const CudaLaunch *c, const TiledCbc *w, fp16 *values, const RandomWeights *r);
 
 /* ---- device helpers -------------------------------------------------------------------------------------------- */
 
@@ -172,6 +193,14 @@ __device__ __forceinline__ void note_fault(DeviceReport *report, unsigned code) 
 /* Add to a counter of the report: integers, so the order does not matter. */
 __device__ __forceinline__ void count(uint64_t *counter, uint64_t n) {
     atomicAdd(reinterpret_cast<unsigned long long *>(counter), (unsigned long long)n);
+}
+
+/* Count a block's arrival; returns how many came before. One thread calls it, behind a barrier of its block: what any thread of
+ * the block wrote before is then visible to every block that arrives later, behind a barrier of its own. */
+__device__ __forceinline__ unsigned arrive(unsigned *counter) {
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 /* cp.async (sm_80 and up): 16 bytes from global to shared memory without passing through registers. */

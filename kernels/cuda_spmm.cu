@@ -333,10 +333,9 @@ template <int TOKENS> __device__ bool join_slices(Sums<TOKENS> &sums, float *wor
     }
 
     __shared__ bool last;
-    __threadfence();  // the sums before the count
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(&counters[tile], 1) == slices - 1;
+        last = arrive(&counters[tile]) == slices - 1;
         if (last) {
             counters[tile] = 0;
         }
@@ -345,7 +344,6 @@ template <int TOKENS> __device__ bool join_slices(Sums<TOKENS> &sums, float *wor
     if (!last) {
         return false;
     }
-    __threadfence();  // the count before the others' sums
 
     constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // enough loads at once, and registers for them
 #pragma unroll

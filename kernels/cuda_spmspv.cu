@@ -218,23 +218,26 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(128) Selector selectors[16];
+    __shared__ unsigned warp_nnz[WARPS];
     __shared__ bool last;
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slice = blockIdx.x, tile_row = blockIdx.y;
+    const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
+    const size_t row_start = (size_t)tile_row * ((w.cols + TILE_K - 1) / TILE_K * TILE_K) + first_col;
     uint16_t *list = reinterpret_cast<uint16_t *>(shared + layout.list);
     half *input = reinterpret_cast<half *>(shared + layout.input);
     if (threadIdx.x < 16) {
         selectors[threadIdx.x] = make_selector(threadIdx.x);
     }
 
+    const float limit = threshold ? *threshold : 0.0f;  // no kernel writes it
     wait_for_previous();  // x, the workspace and the counters are the previous kernels'
     let_next_start();
 
     // compact (its barriers also publish the selectors)
-    const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
     bool finite = true;
-    const int n_active = compact(list, input, x + first_col, n_cols, threshold ? *threshold : 0.0f, &finite);
+    const int n_active = compact(list, input, x + first_col, n_cols, limit, &finite);
     if (tile_row == 0) {
         if (!finite) {
             note_fault(report, fault);
@@ -252,7 +255,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     unsigned char *index = shared + layout.index + warp * CHUNK * INDEX_STRIDE;
     const unsigned ring = shared_address(shared + layout.ring + warp * layout.ring_bytes);
-    const size_t row_start = (size_t)tile_row * ((w.cols + TILE_K - 1) / TILE_K * TILE_K) + first_col;
     const unsigned bit_shift = 4 * (lane % 8), below = (1u << bit_shift) - 1;
     const unsigned table = shared_address(selectors), index_base = shared_address(index);
     const unsigned lane_index = index_base + lane / 8 * 8, input_index = index_base + 8 * GROUPS;
@@ -352,16 +354,25 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         reinterpret_cast<float4 *>(warp_sums + warp * TILE_M + h * TILE_M / HALVES)[lane] = rows;
     }
     nnz = __reduce_add_sync(~0u, nnz);
-    if (lane == 0 && nnz > 0) {
-        count(&report->products[site].active_nonzeros, nnz);
+    if (lane == 0) {
+        warp_nnz[warp] = nnz;
     }
     __syncthreads();
     const int row = threadIdx.x;
     float y = 0;
+    nnz = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
         y += warp_sums[i * TILE_M + row];
+        nnz += warp_nnz[i];
     }
+    if (row == 0 && nnz > 0) {
+        count(&report->products[site].active_nonzeros, nnz);
+    }
+
+    // asked for before it is known who needs it: the wait for it hides behind the one for the other blocks
+    const size_t out_row = (size_t)tile_row * TILE_M + row;
+    const float old = EPILOGUE == EPILOGUE_ADD && out_row < w.rows ? static_cast<float *>(out)[out_row] : 0.0f;
 
     // sums of the slices, by the block that comes last
     const int n_slices = gridDim.x;
@@ -369,17 +380,16 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const size_t padded = (size_t)gridDim.y * TILE_M;
         float *partial = workspace + (size_t)tile_row * TILE_M + row;
         __stcg(partial + slice * padded, y);
-        __threadfence();
         __syncthreads();
         if (row == 0) {
-            last = atomicAdd(&arrived[tile_row], 1) == (unsigned)n_slices - 1;
+            last = arrive(&arrived[tile_row]) == (unsigned)n_slices - 1;
         }
         __syncthreads();
         if (!last) {
             return;
         }
-        __threadfence();
         y = 0;
+#pragma unroll 8
         for (int s = 0; s < n_slices; s++) {
             y += __ldcg(partial + s * padded);
         }
@@ -388,31 +398,32 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    const size_t out_row = (size_t)tile_row * TILE_M + row;
     if (EPILOGUE == EPILOGUE_SWIGLU) {
         const float up = __shfl_down_sync(~0u, y, 1);
         if (row % 2 == 0 && out_row < w.rows) {
             static_cast<half *>(out)[out_row / 2] = __float2half_rn(silu(y) * up);
         }
     } else if (out_row < w.rows) {
-        float *o = static_cast<float *>(out) + out_row;
-        *o = EPILOGUE == EPILOGUE_ADD ? *o + y : y;
+        static_cast<float *>(out)[out_row] = old + y;
     }
 }
 
-/* Columns of a slice. The fullest SM decides: it computes its blocks' columns, at least BUSY_BLOCKS blocks' worth since
- * fewer cannot hide each other's waiting; every block costs some columns before it multiplies, every slice some in the
- * final sum. The constants fit measured times of 14 shapes: their choice is within 1.2 % of the best width (tests/bench/NOTES.md). */
+/* Columns of a slice. The fullest SM decides: it computes its blocks MIN_BLOCKS at a time, and fewer blocks at once, which
+ * cannot hide each other's waiting, take longer than their share. Every block costs some columns before it multiplies, every
+ * slice some in the final sum. The constants fit measured times: their choice is within 4 % of the best width measured
+ * (tests/bench/NOTES.md). */
 int choose_slice(const CudaLaunch *c, const Matrix *w) {
-    constexpr double BUSY_BLOCKS = 2, BLOCK_COLUMNS = 64, SLICE_COLUMNS = 32;
+    constexpr double TIME_OF[MIN_BLOCKS] = {0, 2.05, 2.35, 3.5};  // blocks at once, where MIN_BLOCKS take MIN_BLOCKS
+    constexpr double BLOCK_COLUMNS = 300, SLICE_COLUMNS = 32;
     constexpr size_t STEP = 32;
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows), most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
     size_t best = 0;
     double best_cost = INFINITY;
     for (size_t slices = 1; slices <= min_size(most, ceil_div(w->cols, STEP)); slices++) {
         const size_t slice = round_up(ceil_div(w->cols, slices), STEP);
-        const double per_sm = (double)ceil_div(tile_rows * slices, (size_t)c->n_sms);
-        const double cost = (double)slice * fmax(per_sm, BUSY_BLOCKS) + BLOCK_COLUMNS * per_sm + SLICE_COLUMNS * (double)slices;
+        const size_t per_sm = ceil_div(tile_rows * slices, (size_t)c->n_sms);
+        const double time = (double)(per_sm / MIN_BLOCKS * MIN_BLOCKS) + TIME_OF[per_sm % MIN_BLOCKS];
+        const double cost = ((double)slice + BLOCK_COLUMNS) * time + SLICE_COLUMNS * (double)slices;
         if (slice <= MAX_SLICE && cost < best_cost) {
             best = slice;
             best_cost = cost;

@@ -10,6 +10,7 @@
 typedef uint16_t fp16;  // sign 1 bit, exponent 5 bits (bias 15), fraction 10 bits
 
 #define FP16_MAX 65504.0f
+#define FP16_ONE 0x3c00
 
 /* Plus and minus zero both count as zero. */
 static inline bool fp16_is_zero(fp16 h) { return (h & 0x7fff) == 0; }

@@ -22,6 +22,7 @@ enum {
     ERR_WRITE = -5,   // a file cannot be written
     ERR_USAGE = -6,   // an argument is wrong
     ERR_NUMBER = -7,  // a number is not finite
+    ERR_STOPPED = -8, // a signal asked to stop
 };
 
 /* What went wrong, in one line without newline that names the thing and the reason. */

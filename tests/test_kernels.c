@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <sys/mman.h>
+
 #include "../kernels/backend.h"
 #include "support.h"
 
@@ -376,7 +378,8 @@ static void test_products_of_any_pattern(void **state) {
     judge_end(&j, "any pattern");
 }
 
-/* The second has as many tile rows as make cutting along K needless. */
+/* cases.md row 29: each element against its own bound. The second has as many tile rows as make cutting along K
+ * needless. */
 static void test_products_of_real_sizes(void **state) {
     static const size_t n_tokens[] = {1, 5, 0};
     uint64_t random = SEED + 2;
@@ -449,6 +452,7 @@ static void test_large_numbers_add_up_in_fp32(void **state) {
 
 static fp16 draw_thousands(uint64_t *random) { return fp16_from_float(1000 * random_normal(random)); }
 
+/* cases.md row 32: activations of thousands, chunks of 63, 64 and 65 tokens. */
 static void test_products_of_large_activations(void **state) {
     static const size_t n_tokens[] = {1, 63, 64, 65};
     uint64_t random = SEED + 5;
@@ -728,6 +732,36 @@ static void test_embed_copies_rows_exactly(void **state) {
     free(table);
 }
 
+/* cases.md row 18: id times stride beyond 2^31 elements, in address space of which one row is ever touched. */
+static void test_row_18_the_last_row_of_a_huge_embedding_is_found(void **state) {
+    const Fixture *f = *state;
+    enum { ROWS = 262144, COLS = 8960 };
+    const size_t bytes = (size_t)ROWS * COLS * sizeof(fp16);
+    void *table = is_cuda(&f->machines[0]) ? MAP_FAILED
+                                           : mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == MAP_FAILED) {
+        print_message("skipped: no 4.7 GB of address space for the backend\n");
+        skip();
+    }
+    const Matrix matrix = {
+        .format = FORMAT_DENSE, .rows = ROWS, .cols = COLS, .layer = -1, .dense = table, .stride = COLS};
+    fp16 *last = (fp16 *)table + (size_t)(ROWS - 1) * COLS;
+    uint64_t random = SEED + 22;
+    for (size_t c = 0; c < COLS; c++) {
+        last[c] = draw_nonzero(draw_normal, &random);
+    }
+    for (size_t m = 0; m < f->n; m++) {
+        float *out = poisoned_alloc(COLS * sizeof *out);
+        f->machines[m].be[0]->embed(f->machines[m].be[0], out, &matrix, &(int){ROWS - 1}, 1);
+        for (size_t c = 0; c < COLS; c++) {
+            assert_true(out[c] == fp16_to_float(last[c]));
+        }
+        free(out);
+    }
+    munmap(table, bytes);
+}
+
 static fp16 *run_rmsnorm(Backend *be, const float *x, const fp16 *weight, size_t n, size_t dim, float eps) {
     float *given_x = give(be, x, n * dim * sizeof *x);
     fp16 *given_weight = give(be, weight, dim * sizeof *weight);
@@ -787,10 +821,10 @@ static void test_rmsnorm(void **state) {
     judge_end(&j, "rmsnorm");
 }
 
-/* ---- rope_append ---- */
+/* ---- attention: what it leaves in the cache ---- */
 
 typedef struct {
-    fp16 *q, *k, *v;  // in host memory
+    fp16 *k, *v;  // in host memory
 } Appended;
 
 static size_t cache_count(const AttentionShape *s) {
@@ -798,7 +832,7 @@ static size_t cache_count(const AttentionShape *s) {
 }
 
 /* Caches are all poison before. */
-static Appended run_rope_append(Backend *be, const AttentionShape *s, const float *qkv, const float *rope,
+static Appended run_append(Backend *be, const AttentionShape *s, const float *qkv, const float *rope,
                                 int pos, size_t n) {
     const size_t hd = (size_t)s->head_dim, cache_bytes = cache_count(s) * sizeof(fp16);
     const size_t q_bytes = n * (size_t)s->n_heads * hd * sizeof(fp16);
@@ -807,11 +841,14 @@ static Appended run_rope_append(Backend *be, const AttentionShape *s, const floa
     fp16 *q = give_poison(be, q_bytes), *k = give_poison(be, cache_bytes), *v = give_poison(be, cache_bytes);
     float *given_qkv = give(be, qkv, qkv_bytes), *given_rope = give(be, rope, rope_bytes);
     int *given_pos = give(be, &pos, sizeof pos);
-    be->rope_append(be, q, k, v, given_qkv, given_rope, s, given_pos, (int)n);
+    fp16 *out = give_poison(be, q_bytes);
+    be->attention(be, out, q, k, v, given_qkv, given_rope, s, given_pos, (int)n);
+    free(take(be, q, q_bytes));
+    free(take(be, out, q_bytes));
     take_back(be, given_qkv, qkv_bytes);
     take_back(be, given_rope, rope_bytes);
     take_back(be, given_pos, sizeof pos);
-    return (Appended){take(be, q, q_bytes), take(be, k, cache_bytes), take(be, v, cache_bytes)};
+    return (Appended){take(be, k, cache_bytes), take(be, v, cache_bytes)};
 }
 
 /* One head: pair (a, b) becomes (a cos - b sin, a sin + b cos). */
@@ -828,9 +865,6 @@ static void judge_appended(Judgement *j, const Appended *a, const AttentionShape
     const size_t hd = (size_t)s->head_dim, heads = (size_t)s->n_heads, kv_heads = (size_t)s->n_kv_heads;
     for (size_t t = 0; t < (size_t)n; t++) {
         const float *row = qkv + t * (heads + 2 * kv_heads) * hd, *angles = rope + ((size_t)pos + t) * hd;
-        for (size_t h = 0; h < heads; h++) {
-            judge_rotated(j, a->q + (t * heads + h) * hd, row + h * hd, angles, s->head_dim);
-        }
         for (size_t h = 0; h < kv_heads; h++) {
             const size_t at = (h * (size_t)s->seq_len + (size_t)pos + t) * hd;
             judge_rotated(j, a->k + at, row + (heads + h) * hd, angles, s->head_dim);
@@ -851,7 +885,7 @@ static void check_other_positions(const fp16 *cache, const AttentionShape *s, in
     }
 }
 
-static void test_rope_append(void **state) {
+static void test_attention_appends_to_the_cache(void **state) {
     const Fixture *f = *state;
     static const struct {
         AttentionShape shape;
@@ -878,20 +912,19 @@ static void test_rope_append(void **state) {
             rope[e + 1] = (float)sin(angle);
         }
         for (size_t m = 0; m < f->n * 2; m++) {
-            Appended a = run_rope_append(f->machines[m / 2].be[m % 2 * 2], s, qkv, rope, pos, (size_t)n);
+            Appended a = run_append(f->machines[m / 2].be[m % 2 * 2], s, qkv, rope, pos, (size_t)n);
             judge_case(&j, "%s, %d / %d heads of %d, pos %d, n %d", f->machines[m / 2].isa, s->n_heads,
                        s->n_kv_heads, s->head_dim, pos, n);
             judge_appended(&j, &a, s, qkv, rope, pos, n);
             check_other_positions(a.k, s, pos, n);
             check_other_positions(a.v, s, pos, n);
-            free(a.q);
             free(a.k);
             free(a.v);
         }
         free(qkv);
         free(rope);
     }
-    judge_end(&j, "rope_append");
+    judge_end(&j, "keys and values appended");
 }
 
 /* ---- attention ---- */
@@ -899,48 +932,109 @@ static void test_rope_append(void **state) {
 typedef struct {
     AttentionShape shape;
     int pos, n;
-    fp16 *q, *k, *v;
+    float *qkv, *rope;
+    fp16 *q, *k, *v;  // what comes of them: rotated queries, and the caches as they are afterwards
 } AttentionCase;
 
 static size_t q_count(const AttentionCase *c) {
     return (size_t)c->n * (size_t)c->shape.n_heads * (size_t)c->shape.head_dim;
 }
 
-/* Random queries, keys and values; cache positions that no token may see are poison. */
+static size_t qkv_count(const AttentionCase *c) {
+    return (size_t)c->n * (size_t)(c->shape.n_heads + 2 * c->shape.n_kv_heads) * (size_t)c->shape.head_dim;
+}
+
+static size_t rope_count(const AttentionCase *c) { return (size_t)c->shape.seq_len * (size_t)c->shape.head_dim; }
+
+/* What head h of token t becomes: turned, or (angles NULL) only rounded. */
+static void turn_head(fp16 *out, const AttentionCase *c, size_t t, size_t h, const float *angles) {
+    const size_t hd = (size_t)c->shape.head_dim, heads = (size_t)(c->shape.n_heads + 2 * c->shape.n_kv_heads);
+    const float *x = c->qkv + (t * heads + h) * hd;
+    for (size_t i = 0; i < hd; i += 2) {
+        const float cosine = angles ? angles[i] : 1, sine = angles ? angles[i + 1] : 0;
+        const float ac = x[i] * cosine, bs = x[i + 1] * sine, as = x[i] * sine, bc = x[i + 1] * cosine;
+        out[i] = fp16_from_float(ac - bs);
+        out[i + 1] = fp16_from_float(as + bc);
+    }
+}
+
+/* q, k and v of the case's tokens from its qkv and rope. */
+static void turn_all(AttentionCase *c) {
+    const size_t hd = (size_t)c->shape.head_dim, heads = (size_t)c->shape.n_heads;
+    const size_t kv_heads = (size_t)c->shape.n_kv_heads, len = (size_t)c->shape.seq_len;
+    for (size_t t = 0; t < (size_t)c->n; t++) {
+        const size_t p = (size_t)c->pos + t;
+        for (size_t h = 0; h < heads; h++) {
+            turn_head(c->q + (t * heads + h) * hd, c, t, h, c->rope + p * hd);
+        }
+        for (size_t h = 0; h < kv_heads; h++) {
+            turn_head(c->k + (h * len + p) * hd, c, t, heads + h, c->rope + p * hd);
+            turn_head(c->v + (h * len + p) * hd, c, t, heads + kv_heads + h, NULL);
+        }
+    }
+}
+
+/* Random queries, keys, values and angles; cache positions that no token may see are poison, as are angles of others. */
 static AttentionCase make_attention(int head_dim, int n_kv_heads, int group, int pos, int n,
                                     uint64_t *random) {
-    AttentionCase c = {{group * n_kv_heads, n_kv_heads, head_dim, pos + n + 70}, pos, n, NULL, NULL, NULL};
+    AttentionCase c = {.shape = {group * n_kv_heads, n_kv_heads, head_dim, pos + n + 70}, .pos = pos, .n = n};
     const size_t hd = (size_t)head_dim, bytes = cache_count(&c.shape) * sizeof(fp16);
+    c.qkv = poisoned_alloc(qkv_count(&c) * sizeof *c.qkv);
+    c.rope = poisoned_alloc(rope_count(&c) * sizeof *c.rope);
     c.q = poisoned_alloc(q_count(&c) * sizeof(fp16));
     c.k = poisoned_alloc(bytes);
     c.v = poisoned_alloc(bytes);
-    for (size_t i = 0; i < q_count(&c); i++) {
-        c.q[i] = draw_normal(random);
+    for (size_t i = 0; i < qkv_count(&c); i++) {
+        c.qkv[i] = random_normal(random);
+    }
+    for (size_t i = (size_t)pos * hd; i < (size_t)(pos + n) * hd; i += 2) {
+        const float angle = 10 * random_normal(random);
+        c.rope[i] = cosf(angle);
+        c.rope[i + 1] = sinf(angle);
     }
     for (size_t h = 0; h < (size_t)n_kv_heads; h++) {
-        for (size_t i = 0; i < (size_t)(pos + n) * hd; i++) {
+        for (size_t i = 0; i < (size_t)pos * hd; i++) {
             c.k[h * (size_t)c.shape.seq_len * hd + i] = draw_normal(random);
             c.v[h * (size_t)c.shape.seq_len * hd + i] = draw_normal(random);
         }
     }
+    turn_all(&c);
     return c;
 }
 
 static void free_attention(AttentionCase *c) {
+    free(c->qkv);
+    free(c->rope);
     free(c->q);
     free(c->k);
     free(c->v);
 }
 
+/* The case's cache before its tokens are in it: poison in their places. */
+static fp16 *give_cache(Backend *be, const AttentionCase *c, const fp16 *cache) {
+    const size_t hd = (size_t)c->shape.head_dim, len = (size_t)c->shape.seq_len, bytes = cache_count(&c->shape) * sizeof *cache;
+    fp16 *before = poisoned_alloc(bytes);
+    for (size_t h = 0; h < (size_t)c->shape.n_kv_heads; h++) {
+        memcpy(before + h * len * hd, cache + h * len * hd, (size_t)c->pos * hd * sizeof *cache);
+    }
+    fp16 *given = give(be, before, bytes);
+    free(before);
+    return given;
+}
+
 static fp16 *run_attention(Backend *be, const AttentionCase *c) {
     const size_t bytes = q_count(c) * sizeof(fp16), cache_bytes = cache_count(&c->shape) * sizeof(fp16);
-    fp16 *q = give(be, c->q, bytes), *k = give(be, c->k, cache_bytes), *v = give(be, c->v, cache_bytes);
+    const size_t qkv_bytes = qkv_count(c) * sizeof *c->qkv, rope_bytes = rope_count(c) * sizeof *c->rope;
+    fp16 *q = give_poison(be, bytes), *k = give_cache(be, c, c->k), *v = give_cache(be, c, c->v);
+    float *qkv = give(be, c->qkv, qkv_bytes), *rope = give(be, c->rope, rope_bytes);
     fp16 *out = give_poison(be, bytes);
     int *pos = give(be, &c->pos, sizeof c->pos);
-    be->attention(be, out, q, k, v, &c->shape, pos, c->n);
-    take_back(be, q, bytes);
+    be->attention(be, out, q, k, v, qkv, rope, &c->shape, pos, c->n);
+    free(take(be, q, bytes));
     take_back(be, k, cache_bytes);
     take_back(be, v, cache_bytes);
+    take_back(be, qkv, qkv_bytes);
+    take_back(be, rope, rope_bytes);
     take_back(be, pos, sizeof c->pos);
     return take(be, out, bytes);
 }
@@ -1064,12 +1158,15 @@ static void test_attention_with_an_exact_answer(void **state) {
                                      {(5 + 9 - 13) / 3.0f, 10, 19 / 3.0f, 32.5f / 3}};
     uint64_t random = SEED + 18;
     AttentionCase c = make_attention(HD, 1, COUNT(queries), LEN - 1, 1, &random);
-    for (size_t i = 0; i < COUNT(queries) * HD; i++) {
-        c.q[i] = fp16_from_float(queries[i / HD][i % HD]);
-    }
-    for (size_t i = 0; i < LEN * HD; i++) {
+    for (size_t i = 0; i < (LEN - 1) * HD; i++) {
         c.k[i] = fp16_from_float(keys[i / HD][i % HD]);
         c.v[i] = fp16_from_float(values[i / HD][i % HD]);
+    }
+    memcpy(c.qkv, queries, sizeof queries);
+    memcpy(c.qkv + COUNT(queries) * HD, keys[LEN - 1], sizeof keys[0]);
+    memcpy(c.qkv + (COUNT(queries) + 1) * HD, values[LEN - 1], sizeof values[0]);
+    for (size_t i = 0; i < HD; i++) {
+        c.rope[(LEN - 1) * HD + i] = i % 2 == 0;  // no rotation
     }
     for (size_t m = 0; m < f->n; m++) {
         fp16 *got = run_attention(f->machines[m].be[0], &c);
@@ -1161,6 +1258,87 @@ static void test_sample_reports_an_earlier_fault_first(void **state) {
     free_weights(&w);
 }
 
+/* ---- random weights ---- */
+
+/* A matrix that the backend made, its arrays in host memory. */
+static fp16 *take_random(Backend *be, const Matrix *w) {
+    fp16 *dense = poisoned_alloc(w->rows * w->cols * sizeof *dense);
+    if (w->format == FORMAT_DENSE) {
+        fp16 *padded = poisoned_alloc(w->rows * w->stride * sizeof *padded);
+        be->read(be, padded, w->dense, w->rows * w->stride * sizeof *padded);
+        for (size_t i = 0; i < w->rows * w->stride; i++) {
+            if (i % w->stride < w->cols) {
+                dense[i / w->stride * w->cols + i % w->stride] = padded[i];
+            } else {
+                assert_int_equal(padded[i], 0);
+            }
+        }
+        free(padded);
+        return dense;
+    }
+    const size_t columns = tiled_cbc_tile_rows(w->rows) * tiled_cbc_cols_padded(w->cols);
+    uint32_t *tile_offset = poisoned_alloc((columns / TILE_K + 1) * sizeof *tile_offset);
+    uint32_t *col_info = poisoned_alloc(columns * sizeof *col_info);
+    uint64_t *bitmap = poisoned_alloc(columns * BITMAP_WORDS * sizeof *bitmap);
+    fp16 *values = poisoned_alloc(w->cbc.n_values * sizeof *values);
+    be->read(be, tile_offset, w->cbc.tile_offset, (columns / TILE_K + 1) * sizeof *tile_offset);
+    be->read(be, col_info, w->cbc.col_info, columns * sizeof *col_info);
+    be->read(be, bitmap, w->cbc.bitmap, columns * BITMAP_WORDS * sizeof *bitmap);
+    be->read(be, values, w->cbc.values, w->cbc.n_values * sizeof *values);
+    TiledCbc cbc = w->cbc;
+    cbc.tile_offset = tile_offset;
+    cbc.col_info = col_info;
+    cbc.bitmap = bitmap;
+    cbc.values = values;
+    TiledCbcStats stats;
+    Error err;
+    if (tiled_cbc_validate(&cbc, &stats, &err)) {
+        fail_msg("%s", err.text);
+    }
+    assert_true(stats.max_col_values <= cbc.max_col_values);
+    tiled_cbc_decode(dense, w->cols, &cbc);
+    free(tile_offset);
+    free(col_info);
+    free(bitmap);
+    free(values);
+    return dense;
+}
+
+/* Every backend makes, in either format, the matrix that random_weights_row() describes. */
+static void test_random_matrices_are_what_their_rows_say(void **state) {
+    const Fixture *f = *state;
+    static const size_t shapes[][2] = {{1, 1}, {257, 17}, {300, 77}, {512, 288}};
+    static const double shares[] = {0, 0.5, 1};
+    fp16 *table = poisoned_alloc(WEIGHT_VALUES * sizeof *table);
+    random_weight_values(table);
+    for (size_t i = 0; i < f->n * COUNT(shapes) * COUNT(shares) * N_FORMATS; i++) {
+        Backend *be = f->machines[i % f->n].be[1];
+        const size_t format = i / f->n % N_FORMATS, at = i / f->n / N_FORMATS;
+        const size_t *shape = shapes[at % COUNT(shapes)];
+        const RandomWeights here = {.seed = 5, .matrix = 3, .layer = 2, .values = table,
+                                    .dropped = random_weights_dropped(shares[at / COUNT(shapes)])};
+        RandomWeights there = here;
+        there.values = give(be, table, WEIGHT_VALUES * sizeof *table);
+        Matrix w = {.rows = shape[0], .cols = shape[1]};
+        w.format = format == DENSE ? FORMAT_DENSE : FORMAT_TILED_CBC;
+        size_t nnz = 0, counted = 0;
+        assert_true(be->random_matrix(be, &w, &nnz, &there));
+        fp16 *got = take_random(be, &w), *want = poisoned_alloc(w.cols * sizeof *want);
+        for (size_t r = 0; r < w.rows; r++) {
+            random_weights_row(want, &here, r, w.cols);
+            assert_memory_equal(got + r * w.cols, want, w.cols * sizeof *want);
+            for (size_t k = 0; k < w.cols; k++) {
+                counted += !fp16_is_zero(want[k]);
+            }
+        }
+        assert_int_equal(nnz, counted);
+        free(got);
+        free(want);
+        be->release(be, (void *)(uintptr_t)there.values);
+    }
+    free(table);
+}
+
 /* ---- choice and memory ---- */
 
 static void check_refused(const char *isa, const char *reason) {
@@ -1239,14 +1417,16 @@ int main(void) {
         cmocka_unit_test(test_the_first_of_several_faults_is_reported),
         cmocka_unit_test(test_counters_of_a_case_worked_out_by_hand),
         cmocka_unit_test(test_embed_copies_rows_exactly),
+        cmocka_unit_test(test_row_18_the_last_row_of_a_huge_embedding_is_found),
         cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_rope_append),
+        cmocka_unit_test(test_attention_appends_to_the_cache),
         cmocka_unit_test(test_attention_at_any_position),
         cmocka_unit_test(test_attention_with_any_heads),
         cmocka_unit_test(test_attention_with_an_exact_answer),
         cmocka_unit_test(test_attention_does_not_depend_on_threads_or_on_what_ran_before),
         cmocka_unit_test(test_sample_takes_sample_token_s_choice_and_refuses_what_is_not_finite),
         cmocka_unit_test(test_sample_reports_an_earlier_fault_first),
+        cmocka_unit_test(test_random_matrices_are_what_their_rows_say),
         cmocka_unit_test(test_an_instruction_set_runs_or_is_refused_by_name),
         cmocka_unit_test(test_memory_is_zeroed_and_a_wish_beyond_reason_is_refused),
     };

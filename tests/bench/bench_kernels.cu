@@ -1,47 +1,89 @@
-/* bench_kernels: time of the decode kernels over the shapes of real models, beside cuBLAS and the read ceiling.
+/* bench_kernels: time of the decode kernels over the shapes of real models, beside cuBLAS and the read
+ * ceiling.
  *
- *   bench_kernels CSV [--quick] [--sweep] [--only ROW]
+ *   bench_kernels CSV [--quick] [--models] [--sweep] [--only ROW]
  *
- * A figure is the median over replays of a graph whose launches rotate among copies of the matrix that together
- * exceed the L2 several times; the ratio to cuBLAS and the share of the ceiling are of the same process. Weights and
- * inputs are random normal numbers; the smallest weights are cut to reach the static ratio, and the threshold is the
- * quantile of |x| for the dynamic one. Each product is compared with double precision, element by element.
- * --quick: only the setting .5/.5. --sweep: times for every width of a slice, to tune the choice. --only: one
- * shape of the table, counted from 0. */
-#include <math.h>
-#include <string.h>
+ * A figure is the median over replays of a graph whose launches rotate among copies of the matrix that
+ * together exceed the L2 several times; the ratio to cuBLAS and the share of the ceiling are of the same
+ * process. Weights and inputs are random normal numbers; weights are dropped at random to reach the static
+ * ratio, and the threshold is the quantile of |x| for the dynamic one. Each product is compared with double
+ * precision, element by element.
+ * --quick: only the setting .5/.5. --models: the linear layers of other models in place of the table of 14,
+ * fewer replays. --sweep: times for every width of a slice, to tune the choice. --only: one shape of the
+ * table, counted from 0. */
+#include <dlfcn.h>
 #include <time.h>
 
 #include <algorithm>
 #include <functional>
-#include <vector>
+#include <string>
 
 #include "../../kernels/cublas.h"
-#include "../../kernels/cuda_ops.cuh"
-extern "C" {
-#include "../../kernels/sampling.h"
-}
+#include "../gpu/device_matrix.cuh"
 
-static const int REPLAYS = 15, WARM_UPS = 3;
 static const size_t COPIES_BYTES = (size_t)400 << 20;  // several times the L2 of an H200 (60 MB)
 
 struct Shape {
     int rows, cols;
-    const char *name;
+    const char *name, *model;
 };
-static const Shape shapes[] = {
-    {4096, 4096, "7B o"},        {12288, 4096, "7B qkv"},  {11008, 4096, "7B up"},    {22016, 4096, "7B gate|up"},
-    {4096, 11008, "7B down"},    {5120, 5120, "13B o"},    {13824, 5120, "13B up"},   {5120, 13824, "13B down"},
-    {8192, 8192, "70B o"},       {10240, 8192, "70B qkv"}, {28672, 8192, "70B up"},   {8192, 28672, "70B down"},
-    {14336, 4096, "L3 8B up"},   {4096, 14336, "L3 8B down"},
+static const Shape main_shapes[] = {
+    {4096, 4096, "7B o", "Llama-2 7B"},      {12288, 4096, "7B qkv", "Llama-2 7B"},
+    {11008, 4096, "7B up", "Llama-2 7B"},    {22016, 4096, "7B gate|up", "Llama-2 7B"},
+    {4096, 11008, "7B down", "Llama-2 7B"},  {5120, 5120, "13B o", "Llama-2 13B"},
+    {13824, 5120, "13B up", "Llama-2 13B"},  {5120, 13824, "13B down", "Llama-2 13B"},
+    {8192, 8192, "70B o", "Llama-2 70B"},    {10240, 8192, "70B qkv", "Llama-2 70B"},
+    {28672, 8192, "70B up", "Llama-2 70B"},  {8192, 28672, "70B down", "Llama-2 70B"},
+    {14336, 4096, "L3 8B up", "Llama-3 8B"}, {4096, 14336, "L3 8B down", "Llama-3 8B"},
 };
-struct Setting {
-    double sp, dp;
-};
-static const Setting settings[] = {{.5, .5}, {.5, .3}, {.5, 0}, {.3, .5}, {.3, .3}, {.3, 0}, {.2, .375}};
 
-/* Median microseconds of one call of f(i), i = 0 .. reps - 1 being captured in one graph. */
-static double time_us(cudaStream_t stream, int reps, const std::function<void(int)> &f) {
+/* Matrices of one layer by their place, as this runtime would store them: q, k, v stacked; gate and up
+ * interleaved where there is a gate; of experts, one's. What is measured once for several models names them
+ * all. */
+struct Layer {
+    const char *model;
+    int dim, q_dim, kv_dim, hidden;
+    bool gated;
+};
+static const Layer other_layers[] = {
+    {"OPT 13B", 5120, 5120, 5120, 20480, false},     {"OPT 30B", 7168, 7168, 7168, 28672, false},
+    {"OPT 66B", 9216, 9216, 9216, 36864, false},     {"OPT 175B", 12288, 12288, 12288, 49152, false},
+    {"Llama-3 70B", 8192, 8192, 1024, 28672, true},  {"Qwen 7B", 4096, 4096, 4096, 11008, true},
+    {"Qwen 14B", 5120, 5120, 5120, 13696, true},     {"Qwen2 7B", 3584, 3584, 512, 18944, true},
+    {"Qwen2 72B", 8192, 8192, 1024, 29568, true},    {"Mixtral 8x7B", 4096, 4096, 1024, 14336, true},
+    {"Phi-2", 2560, 2560, 2560, 10240, false},       {"Phi-3 Mini", 3072, 3072, 3072, 8192, true},
+    {"Phi-3 Medium", 5120, 5120, 1280, 17920, true}, {"gpt-oss 20B", 2880, 4096, 512, 2880, true},
+    {"gpt-oss 120B", 2880, 4096, 512, 2880, true},
+};
+
+/* A shape to be measured. */
+struct Case {
+    int rows, cols;
+    std::string name, models;
+};
+
+/* Dynamic ratios to be tried at a static one. */
+struct Setting {
+    double sp;
+    std::vector<double> dp;
+};
+
+struct Bench {
+    CudaLaunch c;
+    Cublas *cublas;
+    double ceiling;  // GB/s
+    FILE *csv;
+    int warm_ups, replays;
+    bool sweep;
+};
+
+struct Time {
+    double median, mean;  // microseconds
+};
+
+/* One call of f(i), i = 0 .. reps - 1 being captured in one graph. */
+static Time time_calls(const Bench *b, int reps, const std::function<void(int)> &f, int replays = 0) {
+    cudaStream_t stream = b->c.stream;
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     cudaEvent_t begin, end;
@@ -55,7 +97,8 @@ static double time_us(cudaStream_t stream, int reps, const std::function<void(in
     CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
     CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
     std::vector<double> times;
-    for (int i = -WARM_UPS; i < REPLAYS; i++) {
+    double sum = 0;
+    for (int i = -b->warm_ups; i < (replays ? replays : b->replays); i++) {
         float ms;
         CUDA_CHECK(cudaEventRecord(begin, stream));
         CUDA_CHECK(cudaGraphLaunch(exec, stream));
@@ -64,6 +107,7 @@ static double time_us(cudaStream_t stream, int reps, const std::function<void(in
         CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
         if (i >= 0) {
             times.push_back(ms * 1e3 / reps);
+            sum += times.back();
         }
     }
     std::sort(times.begin(), times.end());
@@ -71,8 +115,10 @@ static double time_us(cudaStream_t stream, int reps, const std::function<void(in
     CUDA_CHECK(cudaGraphDestroy(graph));
     CUDA_CHECK(cudaEventDestroy(begin));
     CUDA_CHECK(cudaEventDestroy(end));
-    return times[times.size() / 2];
+    return {times[times.size() / 2], sum / (double)times.size()};
 }
+
+/* ---- the device ---------------------------------------------------------------------------------------- */
 
 __global__ static void stream_read(const uint4 *p, size_t n, unsigned *out) {
     const size_t step = (size_t)gridDim.x * blockDim.x;
@@ -93,48 +139,122 @@ __global__ static void stream_read(const uint4 *p, size_t n, unsigned *out) {
     }
 }
 
-/* GB/s of the best streaming read of 2 GiB. */
-static double read_ceiling(const CudaLaunch *c) {
+/* What the driver says of the clocks, while the device works; "clocks unknown" without NVML. */
+static std::string clocks() {
+    struct Nvml {
+        int (*init)();
+        int (*shutdown)();
+        int (*find)(const char *bus, void **device);
+        int (*now)(void *device, int clock, unsigned *mhz);
+        int (*most)(void *device, int clock, unsigned *mhz);
+    } nvml;
+    enum { CLOCK_SM = 1, CLOCK_MEMORY = 2 };
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL), *device;
+    const auto load = [&](auto *function, const char *name) {
+        *function =
+            reinterpret_cast<std::decay_t<decltype(*function)>>(library ? dlsym(library, name) : nullptr);
+        return *function != nullptr;
+    };
+    char bus[32];
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
+    if (!load(&nvml.init, "nvmlInit_v2") || !load(&nvml.shutdown, "nvmlShutdown") ||
+        !load(&nvml.find, "nvmlDeviceGetHandleByPciBusId_v2") || !load(&nvml.now, "nvmlDeviceGetClockInfo") ||
+        !load(&nvml.most, "nvmlDeviceGetMaxClockInfo") || nvml.init() != 0) {
+        return "clocks unknown";
+    }
+    std::string text = "clocks unknown";
+    unsigned sm, sm_most, memory, memory_most;
+    if (nvml.find(bus, &device) == 0 && nvml.now(device, CLOCK_SM, &sm) == 0 &&
+        nvml.most(device, CLOCK_SM, &sm_most) == 0 && nvml.now(device, CLOCK_MEMORY, &memory) == 0 &&
+        nvml.most(device, CLOCK_MEMORY, &memory_most) == 0) {
+        text = "SM clock " + std::to_string(sm) + " of " + std::to_string(sm_most) + " MHz, memory clock " +
+               std::to_string(memory) + " of " + std::to_string(memory_most) + " MHz";
+    }
+    nvml.shutdown();
+    return text;
+}
+
+/* GB/s of the best streaming read of 2 GiB; *state: the clocks meanwhile. */
+static double read_ceiling(const Bench *b, std::string *state) {
     const size_t bytes = (size_t)2 << 30;
+    const CudaLaunch *c = &b->c;
     void *p;
     CUDA_CHECK(cudaMalloc(&p, bytes));
     CUDA_CHECK(cudaMemset(p, 1, bytes));
+    const auto read = [&](int per_sm, int threads) {
+        stream_read<<<c->n_sms * per_sm, threads, 0, c->stream>>>((const uint4 *)p, bytes / 16, c->counters);
+    };
     double best = 0;
     for (int per_sm : {4, 8, 16}) {
         for (int threads : {256, 512}) {
-            const double us = time_us(c->stream, 3, [&](int) {
-                stream_read<<<c->n_sms * per_sm, threads, 0, c->stream>>>((const uint4 *)p, bytes / 16, c->counters);
-            });
-            best = std::max(best, bytes / us * 1e-3);
+            const Time t = time_calls(b, 3, [&](int) { read(per_sm, threads); });
+            best = std::max(best, bytes / t.median * 1e-3);
         }
     }
+    for (int i = 0; i < 500; i++) {  // a quarter of a second of work
+        read(8, 512);
+    }
+    CUDA_CHECK(cudaGetLastError());
+    *state = clocks();
+    CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaFree(p));
     return best;
 }
 
-/* Normal random numbers as fp16: 65536 quantiles, chosen by 16 random bits. */
-static void random_normal(fp16 *out, size_t n, uint32_t seed) {
-    static std::vector<fp16> table;
-    if (table.empty()) {
-        for (int i = 0; i < 65536; i++) {
-            double low = -6, high = 6, p = (i + .5) / 65536;
-            for (int j = 0; j < 50; j++) {
-                const double mid = (low + high) / 2;
-                (0.5 * erfc(-mid / sqrt(2.0)) < p ? low : high) = mid;
-            }
-            table.push_back(fp16_from_float((float)low));
+/* ---- cases --------------------------------------------------------------------------------------------- */
+
+static void add_case(std::vector<Case> *cases, int rows, int cols, const char *model, const char *place) {
+    for (Case &known : *cases) {
+        if (known.rows == rows && known.cols == cols) {
+            const bool named = known.models.find(model) != std::string::npos;
+            known.models += named ? "" : std::string("; ") + model;
+            return;
         }
     }
-#pragma omp parallel for
-    for (size_t block = 0; block < n; block += 8) {
-        const uint32_t counter[4] = {(uint32_t)(block / 8), (uint32_t)(block >> 35), 0, 0}, key[2] = {seed, 1};
-        uint32_t bits[4];
-        philox4x32_10(bits, counter, key);
-        for (size_t i = 0; i < 8 && block + i < n; i++) {
-            out[block + i] = table[bits[i / 2] >> (i % 2 * 16) & 0xffff];
-        }
-    }
+    cases->push_back({rows, cols, std::string(model) + " " + place, model});
 }
+
+static std::vector<Case> cases_of(bool models) {
+    std::vector<Case> cases;
+    for (const Shape &s : main_shapes) {
+        if (!models) {
+            cases.push_back({s.rows, s.cols, s.name, s.model});
+        }
+    }
+    for (const Layer &l : other_layers) {
+        if (models) {
+            add_case(&cases, l.q_dim + 2 * l.kv_dim, l.dim, l.model, "qkv");
+            add_case(&cases, l.dim, l.q_dim, l.model, "o");
+            add_case(&cases, (l.gated ? 2 : 1) * l.hidden, l.dim, l.model, l.gated ? "gate|up" : "up");
+            add_case(&cases, l.dim, l.hidden, l.model, "down");
+        }
+    }
+    return cases;
+}
+
+/* ---- products ------------------------------------------------------------------------------------------ */
+
+/* Copies of one block of device memory, the original among them. */
+struct Copies {
+    std::vector<unsigned char *> blocks;
+    Copies(void *original, size_t bytes) {
+        blocks.push_back(static_cast<unsigned char *>(original));
+        for (size_t n = std::max<size_t>(2, COPIES_BYTES / bytes); blocks.size() < n;) {
+            unsigned char *p;
+            CUDA_CHECK(cudaMalloc(&p, bytes));
+            CUDA_CHECK(cudaMemcpy(p, original, bytes, cudaMemcpyDeviceToDevice));
+            blocks.push_back(p);
+        }
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    ~Copies() {
+        for (size_t i = 1; i < blocks.size(); i++) {
+            CUDA_CHECK(cudaFree(blocks[i]));
+        }
+    }
+    Copies(const Copies &) = delete;
+    int n() const { return (int)blocks.size(); }
+};
 
 /* Quantile q of |x|. */
 static float magnitude_quantile(const std::vector<fp16> &x, double q) {
@@ -146,233 +266,272 @@ static float magnitude_quantile(const std::vector<fp16> &x, double q) {
     return q > 0 ? m[(size_t)(q * m.size()) - 1] : 0;
 }
 
-/* Worst |y - reference| over its bound: fp32 sums of fp16 pairs (design: numbers that must be right). */
-static double worst_error(const std::vector<float> &y, const std::vector<fp16> &w, const std::vector<fp16> &x,
-                          float threshold) {
-    const size_t cols = x.size();
-    std::vector<float> xf;
-    size_t active = 0;
-    for (fp16 h : x) {
-        const float v = fp16_to_float(h);
-        xf.push_back(fabsf(v) > threshold ? v : 0);
-        active += fabsf(v) > threshold;
+/* Input and output of a product, and its reference: y and the sum of |w x| in double. */
+struct Vectors {
+    std::vector<fp16> host_x;
+    fp16 *x;
+    float *threshold, *out;
+    double *y, *magnitude;
+    Vectors(int rows, int cols) : host_x(random_input((size_t)cols, false, 2)) {
+        CUDA_CHECK(cudaMalloc(&x, cols * sizeof *x));
+        CUDA_CHECK(cudaMalloc(&threshold, sizeof *threshold));
+        CUDA_CHECK(cudaMalloc(&out, rows * sizeof *out));
+        CUDA_CHECK(cudaMalloc(&y, rows * sizeof *y));
+        CUDA_CHECK(cudaMalloc(&magnitude, rows * sizeof *magnitude));
+        CUDA_CHECK(cudaMemcpy(x, host_x.data(), cols * sizeof *x, cudaMemcpyHostToDevice));
     }
-    double worst = 0;
-#pragma omp parallel for reduction(max : worst)
-    for (size_t r = 0; r < y.size(); r++) {
-        double sum = 0, size = 0;
-        for (size_t k = 0; k < cols; k++) {
-            const double product = (double)fp16_to_float(w[r * cols + k]) * xf[k];
-            sum += product;
-            size += fabs(product);
+    ~Vectors() {
+        for (void *p : {(void *)x, (void *)threshold, (void *)out, (void *)y, (void *)magnitude}) {
+            CUDA_CHECK(cudaFree(p));
         }
-        const double bound = (active * 0x1p-24 + 8 * 0x1p-11) * size + fabs(sum) * 0x1p-24;
-        worst = std::max(worst, bound > 0 ? fabs(y[r] - sum) / bound : fabs((double)y[r]));
     }
-    return worst;
-}
-
-struct Bench {
-    CudaLaunch c;
-    Cublas *cublas;
-    double ceiling;  // GB/s
-    FILE *csv;
-    bool sweep;
+    Vectors(const Vectors &) = delete;
 };
 
-template <typename T> static T *to_device(const void *host, size_t bytes) {
-    void *p;
-    CUDA_CHECK(cudaMalloc(&p, bytes));
-    CUDA_CHECK(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice));
-    return static_cast<T *>(p);
-}
-
-/* The matrix with its arrays moved from the host's block to a device's. */
-static Matrix moved(const TiledCbc &cbc, const unsigned char *host, const unsigned char *device) {
-    const auto move = [&](const auto *p) {
-        return reinterpret_cast<decltype(p)>(device + (reinterpret_cast<const unsigned char *>(p) - host));
-    };
-    Matrix m = {FORMAT_TILED_CBC, cbc.rows, cbc.cols, 0, SITE_MLP_IN, NULL, 0, cbc};
-    m.cbc.tile_offset = move(cbc.tile_offset);
-    m.cbc.col_info = move(cbc.col_info);
-    m.cbc.bitmap = move(cbc.bitmap);
-    m.cbc.values = move(cbc.values);
-    return m;
+/* A warp a row. */
+__global__ static void reference_kernel(double *y, double *magnitude, const fp16 *w, const fp16 *x, int rows,
+                                        int cols, float threshold) {
+    const int row = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= rows) {
+        return;
+    }
+    double sum = 0, size = 0;
+    for (int k = lane; k < cols; k += 32) {
+        const float v = __half2float(__ushort_as_half(x[k]));
+        const float weight = __half2float(__ushort_as_half(w[(size_t)row * cols + k]));
+        const double product = fabsf(v) > threshold ? (double)weight * v : 0;
+        sum += product;
+        size += fabs(product);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(~0u, sum, offset);
+        size += __shfl_xor_sync(~0u, size, offset);
+    }
+    if (lane == 0) {
+        y[row] = sum;
+        magnitude[row] = size;
+    }
 }
 
 /* Times of cuBLAS and of our dense kernel for a shape. */
-static void bench_dense(Bench *b, const Shape &s, const std::vector<fp16> &w, const std::vector<fp16> &x, double *cublas_us,
-                        double *gemv_us) {
-    const size_t bytes = w.size() * sizeof(fp16);
-    const int copies = (int)std::max<size_t>(2, COPIES_BYTES / bytes), reps = 2 * copies;
-    std::vector<fp16 *> device;
-    for (int i = 0; i < copies; i++) {
-        device.push_back(to_device<fp16>(w.data(), bytes));
-    }
-    fp16 *dx = to_device<fp16>(x.data(), x.size() * sizeof(fp16));
-    float *y;
-    CUDA_CHECK(cudaMalloc(&y, s.rows * sizeof(float)));
-    const size_t rows = s.rows, cols = s.cols;
-    *cublas_us = time_us(b->c.stream, reps, [&](int i) {
-        cublas_product(b->cublas, y, rows, device[i % copies], cols, rows, cols, dx, 1, 0);
+static void bench_dense(Bench *b, const Case &s, Time *cublas, Time *gemv) {
+    const DeviceMatrix m((size_t)s.rows, (size_t)s.cols, 1, false, 1);
+    const Copies copies(m.dense, m.rows * m.cols * sizeof(fp16));
+    const Vectors v(s.rows, s.cols);
+    const auto weights = [&](int i) {
+        return reinterpret_cast<fp16 *>(copies.blocks[(size_t)(i % copies.n())]);
+    };
+    *cublas = time_calls(b, 2 * copies.n(), [&](int i) {
+        cublas_product(b->cublas, v.out, m.rows, weights(i), m.cols, m.rows, m.cols, v.x, 1, 0);
     });
-    *gemv_us = time_us(b->c.stream, reps, [&](int i) {
-        const Matrix m = {FORMAT_DENSE, rows, cols, 0, SITE_MLP_IN, device[i % copies], cols, {}};
-        gemv_cuda(&b->c, y, &m, dx, EPILOGUE_STORE);
+    *gemv = time_calls(b, 2 * copies.n(), [&](int i) {
+        Matrix dense = m.w;
+        dense.format = FORMAT_DENSE;
+        dense.dense = weights(i);
+        dense.stride = m.cols;
+        gemv_cuda(&b->c, v.out, &dense, v.x, EPILOGUE_STORE);
     });
-    for (fp16 *p : device) {
-        CUDA_CHECK(cudaFree(p));
-    }
-    CUDA_CHECK(cudaFree(dx));
-    CUDA_CHECK(cudaFree(y));
 }
 
-static double bench_sparse(Bench *b, const Shape &s, const Setting &set, std::vector<fp16> w, const std::vector<fp16> &x,
-                           double cublas_us) {
-    const float cut = set.sp > 0 ? 1e-9f + magnitude_quantile(std::vector<fp16>(w.begin(), w.begin() + 1000000), set.sp) : 0;
-#pragma omp parallel for
-    for (size_t i = 0; i < w.size(); i++) {
-        w[i] = fabsf(fp16_to_float(w[i])) <= cut ? 0 : w[i];
-    }
-    TiledCbc cbc;
-    void *block;
-    Error err;
-    if (tiled_cbc_encode(&cbc, &block, NULL, w.data(), s.rows, s.cols, s.cols, 16, &err)) {
-        fprintf(stderr, "%s\n", err.text);
-        exit(1);
-    }
-    TiledCbcLayout layout;
-    tiled_cbc_layout(&layout, s.rows, s.cols, NULL);
-    const size_t bytes = tiled_cbc_block_bytes(&layout, cbc.n_values);
-    const int copies = (int)std::max<size_t>(2, COPIES_BYTES / bytes), reps = 2 * copies;
-    std::vector<Matrix> device;
-    for (int i = 0; i < copies; i++) {
-        device.push_back(moved(cbc, (unsigned char *)block, to_device<unsigned char>(block, bytes)));
-    }
-    free(block);
-    const float threshold = magnitude_quantile(x, set.dp);
-    fp16 *dx = to_device<fp16>(x.data(), x.size() * sizeof(fp16));
-    float *dt = to_device<float>(&threshold, sizeof threshold), *y;
-    CUDA_CHECK(cudaMalloc(&y, s.rows * sizeof(float)));
-    CUDA_CHECK(cudaMemset(y, 0xff, s.rows * sizeof(float)));
-
+/* One product: bytes it needs, and its worst error as a share of the bound. */
+static void check_once(Bench *b, const DeviceMatrix &m, const Vectors &v, float threshold, double *bytes,
+                       double *error) {
+    CUDA_CHECK(cudaMemset(v.out, 0xff, m.rows * sizeof *v.out));
     CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
-    spmspv_cuda(&b->c, y, &device[0], dx, dt, EPILOGUE_STORE, 0);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    spmspv_cuda(&b->c, v.out, &m.w, v.x, v.threshold, EPILOGUE_STORE, 0);
     CUDA_CHECK(cudaDeviceSynchronize());
     DeviceReport report;
     CUDA_CHECK(cudaMemcpy(&report, b->c.report, sizeof report, cudaMemcpyDeviceToHost));
     const ProductStats &p = report.products[SITE_MLP_IN];
-    const double needed = p.bytes + 2.0 * p.active_nonzeros;
-    std::vector<float> result(s.rows);
-    CUDA_CHECK(cudaMemcpy(result.data(), y, s.rows * sizeof(float), cudaMemcpyDeviceToHost));
-    const double error = worst_error(result, w, x, threshold);
+    *bytes = (double)p.bytes + 2.0 * (double)p.active_nonzeros;
+    reference_kernel<<<blocks_for(m.rows * 32, 256), 256>>>(v.y, v.magnitude, m.dense, v.x, (int)m.rows,
+                                                            (int)m.cols, threshold);
+    CUDA_CHECK(cudaGetLastError());
+    *error =
+        worst_share(v.out, v.y, v.magnitude, allowed_roundings(v.host_x, m.cols, 1, threshold, true), m.rows);
+}
 
-    const auto time_slice = [&](int slice) {
-        return time_us(b->c.stream, reps, [&](int i) {
-            spmspv_cuda(&b->c, y, &device[i % copies], dx, dt, EPILOGUE_STORE, slice);
-        });
-    };
-    const double us = time_slice(0);
-    fprintf(b->csv, "%s,%d,%d,%g,%g,%.2f,%.2f,%.3f,%.0f,%.0f,%.3f,%.3f\n", s.name, s.rows, s.cols, set.sp, set.dp, us,
-            cublas_us, cublas_us / us, needed, needed / us * 1e-3, needed / us * 1e-3 / b->ceiling, error);
-    printf("%-12s SP %.2f DP %.3f  %7.2f us  x cuBLAS %.2f  %5.0f GB/s  share %.2f  error %.2f of the bound\n", s.name, set.sp,
-           set.dp, us, cublas_us / us, needed / us * 1e-3, needed / us * 1e-3 / b->ceiling, error);
-    if (b->sweep) {
-        double best = 1e9;
-        int best_slice = 0;
-        for (int slice = 64; slice <= std::min(s.cols, 2048); slice += slice < 512 ? 32 : 64) {
-            if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) * 4 <= b->c.workspace_bytes) {
-                const double t = time_slice(slice);
-                printf("    sweep %d %d %g %g %d %.2f\n", s.rows, s.cols, set.sp, set.dp, slice, t);
-                if (t < best) {
-                    best = t;
-                    best_slice = slice;
-                }
+static void sweep_slices(const Bench *b, const Case &s, double sp, double dp, double cublas_us,
+                         const std::function<Time(int)> &time_slice) {
+    double best = 1e9;
+    int best_slice = 0;
+    for (int slice = 64; slice <= std::min(s.cols, 2048); slice += slice < 512 ? 32 : 64) {
+        if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) * 4 <= b->c.workspace_bytes) {
+            const double t = time_slice(slice).median;
+            printf("    sweep %d %d %g %g %d %.2f\n", s.rows, s.cols, sp, dp, slice, t);
+            if (t < best) {
+                best = t;
+                best_slice = slice;
             }
         }
-        printf("    best slice %d: %.2f us, x cuBLAS %.2f\n", best_slice, best, cublas_us / best);
     }
-    for (const Matrix &m : device) {
-        CUDA_CHECK(cudaFree((void *)m.cbc.tile_offset));  // the block's first array
+    printf("    best slice %d: %.2f us, x cuBLAS %.2f\n", best_slice, best, cublas_us / best);
+}
+
+/* All dynamic ratios of one static one; appends the ratios to cuBLAS. */
+static void bench_sparse(Bench *b, const Case &s, const Setting &set, const Time &cublas,
+                         std::vector<double> *ratios) {
+    const DeviceMatrix m((size_t)s.rows, (size_t)s.cols, 1 - set.sp, false, 1);
+    const Copies copies(m.block, m.bytes);
+    const Vectors v(s.rows, s.cols);
+    for (double dp : set.dp) {
+        const float threshold = magnitude_quantile(v.host_x, dp);
+        CUDA_CHECK(cudaMemcpy(v.threshold, &threshold, sizeof threshold, cudaMemcpyHostToDevice));
+        double bytes, error;
+        check_once(b, m, v, threshold, &bytes, &error);
+        const auto run = [&](int i, int slice) {
+            const Matrix w = m.in(copies.blocks[(size_t)(i % copies.n())]);
+            spmspv_cuda(&b->c, v.out, &w, v.x, v.threshold, EPILOGUE_STORE, slice);
+        };
+        const Time t = time_calls(b, 2 * copies.n(), [&](int i) { run(i, 0); });
+        const double ratio = cublas.median / t.median, gb_s = bytes / t.median * 1e-3,
+                     share = gb_s / b->ceiling;
+        fprintf(b->csv, "%s,%d,%d,%g,%g,%.2f,%.2f,%.3f,%.0f,%.0f,%.3f,%.3f,%.2f,%.2f,%s\n", s.name.c_str(),
+                s.rows, s.cols, set.sp, dp, t.median, cublas.median, ratio, bytes, gb_s, share, error, t.mean,
+                cublas.mean, s.models.c_str());
+        printf(
+            "%-20s SP %.2f DP %.3f  %7.2f us  x cuBLAS %.2f  %5.0f GB/s  share %.2f  error %.2f of the "
+            "bound\n",
+            s.name.c_str(), set.sp, dp, t.median, ratio, gb_s, share, error);
+        if (b->sweep) {
+            sweep_slices(b, s, set.sp, dp, cublas.median, [&](int slice) {
+                return time_calls(
+                    b, 2 * copies.n(), [&](int i) { run(i, slice); }, 15);
+            });
+        }
+        if (!(error <= 1)) {
+            fprintf(stderr, "%s: wrong results\n", s.name.c_str());
+            exit(1);
+        }
+        ratios->push_back(ratio);
     }
-    CUDA_CHECK(cudaFree(dx));
-    CUDA_CHECK(cudaFree(dt));
-    CUDA_CHECK(cudaFree(y));
-    if (error > 1) {
-        fprintf(stderr, "%s: wrong results\n", s.name);
+}
+
+/* Is there room? The most at once: dense weights and their Tiled-CBC, with a second copy of the larger or as
+ * many as COPIES_BYTES holds. */
+static bool has_room(const Case &s) {
+    size_t available, total;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    const size_t dense = (size_t)s.rows * (size_t)s.cols * sizeof(fp16);
+    const size_t needed = 3 * dense + dense / 4 + COPIES_BYTES + ((size_t)256 << 20);
+    if (needed > available) {
+        printf("%-20s skipped: needs %.1f GB of GPU memory, %.1f GB are free\n", s.name.c_str(),
+               (double)needed * 1e-9, (double)available * 1e-9);
+    }
+    return needed <= available;
+}
+
+/* ---- the program --------------------------------------------------------------------------------------- */
+
+static void set_up(Bench *b, const char *path) {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&b->c.stream, cudaStreamNonBlocking));
+    b->c.n_sms = properties.multiProcessorCount;
+    b->c.shared_per_block = properties.sharedMemPerBlockOptin;
+    b->c.overlap = properties.major >= 9;
+    b->c.workspace_bytes = (size_t)64 << 20;
+    CUDA_CHECK(cudaMalloc(&b->c.workspace, b->c.workspace_bytes));
+    CUDA_CHECK(cudaMalloc(&b->c.counters, N_COUNTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMalloc(&b->c.report, sizeof(DeviceReport)));
+    CUDA_CHECK(cudaMemset(b->c.counters, 0, N_COUNTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    Error err;
+    if (cublas_open(&b->cublas, b->c.stream, &err) || !(b->csv = fopen(path, "w"))) {
+        fprintf(stderr, "bench_kernels: %s\n", b->cublas ? "the CSV cannot be written" : err.text);
         exit(1);
     }
-    return cublas_us / us;
+    std::string state;
+    b->ceiling = read_ceiling(b, &state);
+    const time_t now = time(NULL);
+    char date[32];
+    int driver;
+    CUDA_CHECK(cudaDriverGetVersion(&driver));
+    strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+    fprintf(b->csv,
+            "# %s, %s, %d SMs, CUDA %d.%d, driver for CUDA %d.%d, %s, read ceiling %.0f GB/s, "
+            "median of %d graph replays after %d\n",
+            date, properties.name, b->c.n_sms, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+            driver / 1000, driver % 1000 / 10, state.c_str(), b->ceiling, b->replays, b->warm_ups);
+    fprintf(b->csv,
+            "name,rows,cols,sp,dp,us,cublas_us,ratio,bytes,gb_s,share_of_ceiling,error_of_bound,mean_us,"
+            "cublas_mean_us,model\n");
+    printf("%s, read ceiling %.0f GB/s, %s\n", properties.name, b->ceiling, state.c_str());
+}
+
+static void tear_down(Bench *b) {
+    fclose(b->csv);
+    cublas_close(b->cublas);
+    CUDA_CHECK(cudaFree(b->c.workspace));
+    CUDA_CHECK(cudaFree(b->c.counters));
+    CUDA_CHECK(cudaFree(b->c.report));
+    CUDA_CHECK(cudaStreamDestroy(b->c.stream));
+}
+
+static void bench_cases(Bench *b, const std::vector<Case> &cases, const std::vector<Setting> &settings) {
+    std::vector<double> log_ratio;
+    double gemv_log = 0;
+    int n = 0;
+    for (const Case &s : cases) {
+        if (!has_room(s)) {
+            continue;
+        }
+        Time cublas, gemv;
+        bench_dense(b, s, &cublas, &gemv);
+        printf("%-20s dense: cuBLAS %.2f us, gemv %.2f us, floor %.2f us  (%s)\n", s.name.c_str(),
+               cublas.median, gemv.median, 2e-3 * s.rows * s.cols / b->ceiling, s.models.c_str());
+        gemv_log += log(cublas.median / gemv.median);
+        std::vector<double> ratios;
+        for (const Setting &set : settings) {
+            bench_sparse(b, s, set, cublas, &ratios);
+        }
+        log_ratio.resize(ratios.size());
+        for (size_t i = 0; i < ratios.size(); i++) {
+            log_ratio[i] += log(ratios[i]);
+        }
+        n++;
+        fflush(stdout);
+    }
+    printf("geometric mean x cuBLAS: gemv %.3f", exp(gemv_log / n));
+    size_t i = 0;
+    for (const Setting &set : settings) {
+        for (double dp : set.dp) {
+            printf("  SP %.2f DP %.3f: %.3f", set.sp, dp, exp(log_ratio[i++] / n));
+        }
+    }
+    printf("\n");
 }
 
 int main(int argc, char **argv) {
     if (argc < 2) {
-        fprintf(stderr, "usage: bench_kernels CSV [--quick] [--sweep] [--only ROW]\n");
+        fprintf(stderr, "usage: bench_kernels CSV [--quick] [--models] [--sweep] [--only ROW]\n");
         return 2;
     }
-    bool quick = false;
+    bool quick = false, models = false;
     int only = -1;
     Bench b = {};
     for (int i = 2; i < argc; i++) {
         quick |= strcmp(argv[i], "--quick") == 0;
+        models |= strcmp(argv[i], "--models") == 0;
         b.sweep |= strcmp(argv[i], "--sweep") == 0;
         only = strcmp(argv[i], "--only") == 0 && i + 1 < argc ? atoi(argv[i + 1]) : only;
     }
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&b.c.stream, cudaStreamNonBlocking));
-    b.c.n_sms = properties.multiProcessorCount;
-    b.c.shared_per_block = properties.sharedMemPerBlockOptin;
-    b.c.overlap = properties.major >= 9;
-    b.c.workspace_bytes = (size_t)64 << 20;
-    CUDA_CHECK(cudaMalloc(&b.c.workspace, b.c.workspace_bytes));
-    CUDA_CHECK(cudaMalloc(&b.c.counters, N_COUNTERS * sizeof(unsigned)));
-    CUDA_CHECK(cudaMalloc(&b.c.report, sizeof(DeviceReport)));
-    CUDA_CHECK(cudaMemset(b.c.counters, 0, N_COUNTERS * sizeof(unsigned)));
-    CUDA_CHECK(cudaMemset(b.c.report, 0, sizeof(DeviceReport)));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    Error err;
-    if (cublas_open(&b.cublas, b.c.stream, &err) || !(b.csv = fopen(argv[1], "w"))) {
-        fprintf(stderr, "bench_kernels: %s\n", b.cublas ? "the CSV cannot be written" : err.text);
-        return 1;
+    b.warm_ups = models ? 3 : 10;
+    b.replays = models ? 20 : 100;
+    std::vector<Case> cases = cases_of(models);
+    if (only >= 0 && only < (int)cases.size()) {
+        cases = {cases[(size_t)only]};
     }
-    b.ceiling = read_ceiling(&b.c);
-    const time_t now = time(NULL);
-    char date[32];
-    strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
-    fprintf(b.csv, "# %s, %s, CUDA %d.%d, read ceiling %.0f GB/s, median of %d graph replays\n", date, properties.name,
-            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, b.ceiling, REPLAYS);
-    fprintf(b.csv, "name,rows,cols,sp,dp,us,cublas_us,ratio,bytes,gb_s,share_of_ceiling,error_of_bound\n");
-    printf("read ceiling %.0f GB/s\n", b.ceiling);
-
-    const size_t n_settings = quick ? 1 : sizeof settings / sizeof *settings;
-    std::vector<double> log_ratio(n_settings);
-    int n_shapes = 0;
-    double gemv_log = 0;
-    for (const Shape &s : shapes) {
-        if (only >= 0 && &s != &shapes[only]) {
-            continue;
-        }
-        std::vector<fp16> w((size_t)s.rows * s.cols), x(s.cols);
-        random_normal(w.data(), w.size(), 1);
-        random_normal(x.data(), x.size(), 2);
-        double cublas_us, gemv_us;
-        bench_dense(&b, s, w, x, &cublas_us, &gemv_us);
-        printf("%-12s dense: cuBLAS %.2f us, gemv %.2f us, floor %.2f us\n", s.name, cublas_us, gemv_us,
-               2e-3 * s.rows * s.cols / b.ceiling);
-        gemv_log += log(cublas_us / gemv_us);
-        for (size_t i = 0; i < n_settings; i++) {
-            log_ratio[i] += log(bench_sparse(&b, s, settings[i], w, x, cublas_us));
-        }
-        n_shapes++;
-        fflush(stdout);
+    std::vector<Setting> settings = {{.5, {.5, .3, 0}}, {.3, {.5, .3, 0}}};
+    if (quick) {
+        settings = {{.5, {.5}}};
+    } else if (!models) {
+        settings.push_back({.2, {.375}});
     }
-    printf("geometric mean x cuBLAS: gemv %.3f", exp(gemv_log / n_shapes));
-    for (size_t i = 0; i < n_settings; i++) {
-        printf("  SP %.2f DP %.3f: %.3f", settings[i].sp, settings[i].dp, exp(log_ratio[i] / n_shapes));
-    }
-    printf("\n");
-    fclose(b.csv);
-    cublas_close(b.cublas);
+    set_up(&b, argv[1]);
+    bench_cases(&b, cases, settings);
+    tear_down(&b);
     return 0;
 }

@@ -1,6 +1,6 @@
 /* ops_test.cu: cuda_ops.cu and cuda_sampling.cu against the CPU backend, sampling.c and references in double,
  * then their times. Prints one line a case with the worst error as a share of its bound, and at the end what
- * failed. */
+ * failed. SPDP_TEST_SHORT: a few sizes that still reach every path, for compute-sanitizer. */
 #include "../../kernels/cuda_ops.cuh"
 
 #include <algorithm>
@@ -14,9 +14,10 @@ extern "C" {
 #include "../golden/philox.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define REPEATS 20
 #define GUARD 64  // poisoned bytes behind every output
 
+static const bool is_short = getenv("SPDP_TEST_SHORT") != NULL;
+static const int n_repeats = is_short ? 2 : 20;
 static CudaLaunch launch;
 static Backend *cpu;
 static int n_passed, n_failed;
@@ -24,6 +25,11 @@ static int n_passed, n_failed;
 static void result(bool ok, const char *name, const char *what, double share, size_t n) {
     printf("%-4s %-44s %-28s %8.3g of the bound, %zu numbers\n", ok ? "ok" : "FAIL", name, what, share, n);
     (ok ? n_passed : n_failed)++;
+}
+
+/* All sizes, or the few that a short run takes. */
+static std::vector<int> sizes(std::initializer_list<int> all, std::initializer_list<int> few) {
+    return is_short ? few : all;
 }
 
 /* ---- memory and numbers -------------------------------------------------------------------------------- */
@@ -109,7 +115,7 @@ static bool repeats_agree(const Both<T> &out, Run run) {
     run();
     const std::vector<T> first = out.download();
     bool same = true;
-    for (int i = 1; i < REPEATS; i++) {
+    for (int i = 1; i < n_repeats; i++) {
         run();
         same = same && out.download() == first;
     }
@@ -119,9 +125,8 @@ static bool repeats_agree(const Both<T> &out, Run run) {
 /* ---- the simple operations ----------------------------------------------------------------------------- */
 
 static void test_embed() {
-    const int sizes[] = {1, 7, 8, 12, 17, 288, 4096, 4100}, counts[] = {1, 3, 50};
-    for (int cols : sizes) {
-        for (int n : counts) {
+    for (int cols : sizes({1, 7, 8, 12, 17, 288, 4096, 4100}, {17, 288})) {
+        for (int n : {1, 3, 50}) {
             const int rows = 37;
             Matrix table = {};
             table.format = FORMAT_DENSE;
@@ -154,11 +159,11 @@ static void test_embed() {
 }
 
 static void test_rmsnorm() {
-    const int dims[] = {1,    2,    7,    8,    9,    31,   64,    288,   768,
-                        4095, 4096, 5120, 8192, 8193, 8200, 12288, 16384, 20001};
-    const int counts[] = {1, 2, 33};
+    const std::vector<int> dims = sizes({1,    2,    7,    8,    9,    31,   64,    288,   768,
+                                         4095, 4096, 5120, 8192, 8193, 8200, 12288, 16384, 20001},
+                                        {9, 4096, 20001});
     for (int dim : dims) {
-        for (int n : counts) {
+        for (int n : sizes({1, 2, 33}, {2})) {
             const size_t d = (size_t)dim;
             Both<float> x((size_t)n * d);
             Both<fp16> weight(d), out((size_t)n * d);
@@ -188,17 +193,17 @@ static void test_rmsnorm() {
             char name[64];
             snprintf(name, sizeof name, "rmsnorm dim %d, n %d", dim, n);
             judge_fp16(name, out.download(), want, out.host, 32);
-            result(same && out.guard_intact(), name, "repeats, guard", 0, REPEATS);
+            result(same && out.guard_intact(), name, "repeats, guard", 0, (size_t)n_repeats);
         }
     }
 }
 
 /* Both backends round products and sums alike, so that whole caches, poison included, are equal bitwise. */
 static void test_rope() {
-    const int head_dims[] = {2, 4, 6, 8, 10, 16, 24, 32, 34, 64, 80, 100, 128, 160, 192, 254, 256};
-    const int counts[] = {1, 2, 7};
+    const std::vector<int> head_dims = sizes(
+        {2, 4, 6, 8, 10, 16, 24, 32, 34, 64, 80, 100, 128, 160, 192, 254, 256}, {2, 10, 64, 256});
     for (int head_dim : head_dims) {
-        for (int n : counts) {
+        for (int n : sizes({1, 2, 7}, {1, 7})) {
             const AttentionShape shape = {6, head_dim % 16 ? 2 : 3, head_dim, 23};
             const size_t hd = (size_t)head_dim, cache = (size_t)shape.n_kv_heads * shape.seq_len * hd;
             Both<float> qkv((size_t)n * (shape.n_heads + 2 * shape.n_kv_heads) * hd),
@@ -221,7 +226,9 @@ static void test_rope() {
                 q.poison();
                 k.poison();
                 v.poison();
-                cpu->rope_append(cpu, q.host, k.host, v.host, qkv.host, rope.host, &shape, pos.host, n);
+                // the CPU's attention leaves the rotated queries in q
+                std::vector<fp16> attended(q.n);
+                cpu->attention(cpu, attended.data(), q.host, k.host, v.host, qkv.host, rope.host, &shape, pos.host, n);
                 rope_append_cuda(&launch, q.device, k.device, v.device, qkv.device, rope.device, &shape,
                                  pos.device, n);
                 for (const Both<fp16> *out : {&q, &k, &v}) {
@@ -238,8 +245,8 @@ static void test_rope() {
 }
 
 static void test_swiglu() {
-    const size_t counts[] = {1, 7, 8, 9, 1023, 1024, 5504, 11008, 7 * 11008 + 3};
-    for (size_t count : counts) {
+    for (const int size : sizes({1, 7, 8, 9, 1023, 1024, 5504, 11008, 7 * 11008 + 3}, {9, 5504})) {
+        const size_t count = (size_t)size;
         Both<float> y(2 * count);
         Both<fp16> out(count);
         std::vector<double> want(count);
@@ -255,7 +262,7 @@ static void test_swiglu() {
         char name[64];
         snprintf(name, sizeof name, "swiglu count %zu", count);
         judge_fp16(name, out.download(), want, out.host, 8);
-        result(same && out.guard_intact(), name, "repeats, guard", 0, REPEATS);
+        result(same && out.guard_intact(), name, "repeats, guard", 0, (size_t)n_repeats);
     }
 }
 
@@ -267,8 +274,8 @@ static DeviceReport read_report() {
 }
 
 static void test_check_finite() {
-    const size_t counts[] = {1, 7, 8, 9, 1024, 4096, 11009};
-    for (size_t count : counts) {
+    for (const int size : sizes({1, 7, 8, 9, 1024, 4096, 11009}, {9, 1024})) {
+        const size_t count = (size_t)size;
         Both<fp16> x(count);
         bool ok = true;
         Matrix w = {};
@@ -437,13 +444,16 @@ static void fill_logits(float *logits, int n, Kind kind) {
 #define STEP_OF_NEARLY_ZERO 296355
 
 static void test_sampling() {
-    const int sizes[] = {1, 2, 31, 32, 33, 512, 1025, 4096, 4097, 32000, 50257, 128256, 262144};
-    const float temperatures[] = {0, 1e-8f, 0.5f, 0.8f, 1, 2},
-                top_ps[] = {1, 0.99999994f, 0.9f, 0.5f, 0.01f, 1e-12f};
-    for (int n : sizes) {
-        const int top_ks[] = {0, 1, 5, 40, n / 2, n - 1, n, n + 1};
+    std::vector<float> temperatures = {0, 0.8f, 1e-8f, 0.5f, 1, 2};
+    std::vector<float> top_ps = {1, 0.9f, 0.99999994f, 0.5f, 0.01f, 1e-12f};
+    if (is_short) {
+        temperatures.resize(2);
+        top_ps.resize(2);
+    }
+    for (int n : sizes({1, 2, 31, 32, 33, 512, 1025, 4096, 4097, 32000, 50257, 128256, 262144}, {33, 4097})) {
+        const std::vector<int> top_ks = sizes({0, 1, 5, 40, n / 2, n - 1, n, n + 1}, {0, n / 2});
         const int draws_each = n <= 512 ? 6 : n <= 4097 ? 2 : 1;
-        for (int kind = 0; kind < N_KINDS; kind++) {
+        for (int kind = 0; kind < N_KINDS; kind += is_short ? EQUAL - SPREAD : 1) {
             Both<float> logits((size_t)n);
             fill_logits(logits.host, n, (Kind)kind);
             logits.upload();
@@ -479,7 +489,7 @@ static void test_sampling() {
     far.upload();
     std::vector<Draw> draws;
     for (float t : {1e-45f, 1e-30f, 1e-8f, 1.0f, 1e30f, 1e38f}) {
-        for (uint64_t step = 0; step < 20; step++) {
+        for (uint64_t step = 0; step < (uint64_t)n_repeats; step++) {
             draws.push_back({{t, 1, 0, step}, step});
             draws.push_back({{t, 0.9f, 3, step}, step << 40});
         }
@@ -496,12 +506,13 @@ static void test_sampling() {
         CUDA_CHECK(cudaMemcpyAsync(token.device, &launch.report->token, sizeof(int), cudaMemcpyDeviceToDevice,
                                    launch.stream));
     });
-    result(same, "sample", "repeats", 0, REPEATS);
+    result(same, "sample", "repeats", 0, (size_t)n_repeats);
 }
 
+/* cases.md row 37. */
 static void test_logits_that_are_not_finite() {
     const float bad[] = {INFINITY, -INFINITY, NAN, -NAN};
-    for (int n : {1, 2, 5, 1000, 32001}) {
+    for (int n : sizes({1, 2, 5, 1000, 32001}, {1, 1000})) {
         Both<float> logits((size_t)n);
         bool ok = true;
         for (float value : bad) {
@@ -546,6 +557,9 @@ static void test_golden_draws() {
     const std::vector<uint32_t> got = words.download();
     result(!memcmp(got.data(), philox_golden, sizeof philox_golden), "golden draws", "cuRAND on the device",
            0, PHILOX_CASES);
+    if (is_short) {
+        return;
+    }
 
     const int n = 1 << 16;
     Both<float> logits((size_t)n);
@@ -708,7 +722,12 @@ int main() {
     test_golden_draws();
     test_logits_that_are_not_finite();
     test_sampling();
-    time_all();
+    if (is_short) {
+        printf("left out (SPDP_TEST_SHORT): most sizes, kinds of logits and settings of sampling, golden draws "
+               "through sample_cuda, times\n");
+    } else {
+        time_all();
+    }
 
     CUDA_CHECK(cudaFree(launch.report));
     CUDA_CHECK(cudaStreamDestroy(launch.stream));

@@ -1,17 +1,19 @@
-/* spmm_test.cu: cuda_spmm.cu (spmm_cuda, expand_cuda) against references in double, then their times. Prints
- * one line a case with the worst error as a share of its bound, and at the end what failed. */
-#include "../../kernels/cuda_ops.cuh"
+/* spmm_test.cu: the products of cuda_spmm.cu, cuda_spmspv.cu and cuda_gemv.cu against references in double:
+ * small shapes against a loop on the CPU, those of real models against cublasDgemm; then times. Prints one
+ * line a case with the worst error as a share of its bound, and at the end what failed. SPDP_TEST_SHORT: few
+ * and tiny shapes that still reach every kernel, for compute-sanitizer. */
+#include "device_matrix.cuh"
+
+#include <cublas_v2.h>
+#include <dlfcn.h>
 
 #include <algorithm>
-#include <math.h>
-#include <string.h>
-#include <vector>
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define REPEATS 20
 #define GUARD 64  // poisoned bytes behind every output
 #define WORKSPACE_BYTES ((size_t)64 << 20)
 
+static const bool is_short = getenv("SPDP_TEST_SHORT") != NULL;
 static CudaLaunch launch;
 static int n_passed, n_failed;
 
@@ -20,8 +22,7 @@ static void result(bool ok, const char *what, double share) {
     (ok ? n_passed : n_failed)++;
 }
 
-/* ---- memory and numbers
- * -------------------------------------------------------------------------------------- */
+/* ---- memory and numbers -------------------------------------------------------------------------------- */
 
 /* Device memory with a poisoned guard behind it. */
 template <class T>
@@ -54,32 +55,6 @@ struct Device {
     }
 };
 
-/* A random number that depends on seed and place alone, so that threads can draw in any order. */
-static uint32_t random_bits(uint64_t seed, uint64_t i) {
-    uint64_t z = (seed << 40) + (i + 1) * 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (uint32_t)((z ^ z >> 31) >> 32);
-}
-static float random_normal(uint64_t seed, uint64_t i) {  // about normal, variance 1
-    const uint32_t a = random_bits(seed, 2 * i), b = random_bits(seed, 2 * i + 1);
-    return ((float)((a >> 16) + (a & 0xffff) + (b >> 16) + (b & 0xffff)) - 2 * 65535.0f) *
-           (1.7320508f / 65536);
-}
-
-/* Normal numbers, or integers -2 .. 2. */
-static fp16 draw(bool integer, uint64_t seed, uint64_t i) {
-    return fp16_from_float(integer ? (float)(random_bits(seed, i) % 5) - 2 : random_normal(seed, i));
-}
-
-static std::vector<fp16> random_input(size_t count, bool integer, uint64_t seed) {
-    std::vector<fp16> v(count);
-    for (size_t i = 0; i < count; i++) {
-        v[i] = draw(integer, seed, i);
-    }
-    return v;
-}
-
 enum { ONE_NONZERO = -1, ONE_COLUMN = -2 };  // in place of a density in percent
 
 /* A matrix on the host, dense and decoded, and on the device, compressed. */
@@ -90,8 +65,8 @@ struct TestMatrix {
     TiledCbc host;
     Device<uint32_t> *tile_offset, *col_info;
     Device<uint64_t> *bitmap;
-    Device<fp16> *values;
-    Matrix w;
+    Device<fp16> *values, *rows_padded;
+    Matrix w, padded;  // compressed; dense with zeros behind each row
 
     TestMatrix(size_t m, size_t k, int density, bool integer, uint64_t seed)
         : rows(m), cols(k), dense(m * k) {
@@ -102,7 +77,7 @@ struct TestMatrix {
                 const bool kept = density == ONE_NONZERO  ? r == m / 2 && c == k - 1
                                   : density == ONE_COLUMN ? c == k / 2
                                                           : (int)(random_bits(seed + 1, i) % 100) < density;
-                fp16 value = kept ? draw(integer, seed, i) : 0;
+                fp16 value = kept ? fp16_from_float(draw(integer, seed, i)) : 0;
                 dense[i] = kept && fp16_is_zero(value) ? 0x3c00 : value;  // 1: as many nonzeros as asked for
             }
         }
@@ -124,12 +99,26 @@ struct TestMatrix {
         w.cbc.col_info = col_info->data;
         w.cbc.bitmap = bitmap->data;
         w.cbc.values = values->data;
+        pad_rows();
+    }
+    void pad_rows() {
+        padded = w;
+        padded.format = FORMAT_DENSE;
+        padded.stride = dense_stride(cols);
+        std::vector<fp16> values_padded(rows * padded.stride);
+        for (size_t r = 0; r < rows; r++) {
+            std::copy_n(dense.begin() + (ptrdiff_t)(r * cols), cols,
+                        values_padded.begin() + (ptrdiff_t)(r * padded.stride));
+        }
+        rows_padded = new Device<fp16>(values_padded);
+        padded.dense = rows_padded->data;
     }
     ~TestMatrix() {
         delete tile_offset;
         delete col_info;
         delete bitmap;
         delete values;
+        delete rows_padded;
         free(block);
     }
     TestMatrix(const TestMatrix &) = delete;
@@ -177,22 +166,37 @@ static double worse(double worst, double error) {
     return error <= worst ? worst : error;
 }  // a NaN stays
 
-/* ---- spmm
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- products ------------------------------------------------------------------------------------------ */
 
 static const char *const epilogue_names[] = {"store", "add", "swiglu"};
 
+/* The kernels, and how wide the slices of K are where the test says it: so narrow that there are several. */
+enum Kernel { SPMM, SPMSPV, SPMSPV_SLICED, GEMV, N_KERNELS };
+static const char *const kernel_names[] = {"spmm", "spmspv", "spmspv in slices of 32", "gemv"};
+
+static void run_kernel(Kernel kernel, void *out, const TestMatrix &m, const fp16 *x, size_t n,
+                       const float *threshold, Epilogue epilogue) {
+    if (kernel == SPMM) {
+        spmm_cuda(&launch, out, &m.w, x, (int)n, threshold, epilogue);
+    } else if (kernel == GEMV) {
+        gemv_cuda(&launch, out, &m.padded, x, epilogue);
+    } else {
+        spmspv_cuda(&launch, out, &m.w, x, threshold, epilogue, kernel == SPMSPV ? 0 : 32);
+    }
+}
+
 /* One launch against the reference; returns the worst error as a share of the bound, infinity for a wrong
  * byte beyond the output. */
-static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n, const float *threshold,
-                            const Reference &ref, Epilogue epilogue, bool exact) {
+static double check_product(Kernel kernel, const TestMatrix &m, const Device<fp16> &x, size_t n,
+                            const float *threshold, const Reference &ref, Epilogue epilogue, bool exact) {
     const size_t count = n * m.rows;
-    const double roundings = (double)m.cols * 0x1p-24;
+    const bool fp16_pairs = kernel == SPMSPV || kernel == SPMSPV_SLICED;
+    const double roundings = (double)m.cols * 0x1p-24 + (fp16_pairs ? 8 * 0x1p-11 : 0);
     double worst = 0;
     bool intact;
     if (epilogue == EPILOGUE_SWIGLU) {
         Device<fp16> out(count / 2 + 100);
-        spmm_cuda(&launch, out.data, &m.w, x.data, (int)n, threshold, epilogue);
+        run_kernel(kernel, out.data, m, x.data, n, threshold, epilogue);
         const std::vector<fp16> got = out.download(count / 2, &intact);
         for (size_t i = 0; i < got.size(); i++) {
             const double gate = ref.y[2 * i], up = ref.y[2 * i + 1], act = gate / (1 + exp(-gate)),
@@ -215,7 +219,7 @@ static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n
             }
             out.upload(before);
         }
-        spmm_cuda(&launch, out.data, &m.w, x.data, (int)n, threshold, epilogue);
+        run_kernel(kernel, out.data, m, x.data, n, threshold, epilogue);
         const std::vector<float> got = out.download(count, &intact);
         for (size_t i = 0; i < count; i++) {
             const double want = before[i] + ref.y[i];
@@ -229,10 +233,30 @@ static double check_product(const TestMatrix &m, const Device<fp16> &x, size_t n
     return intact ? worst : INFINITY;
 }
 
-static void test_products(size_t rows, size_t cols, int density, bool is_short) {
+/* Every kernel that takes n tokens, with every epilogue; worst[e] and *decode take in the worst shares. */
+static void check_kernels(const TestMatrix &m, const Device<fp16> &x, size_t n, const float *threshold,
+                          const Reference &ref, bool integer, double worst[3], double *decode) {
+    for (int kernel = SPMM; kernel < (n == 1 ? N_KERNELS : SPMM + 1); kernel++) {
+        for (int e = EPILOGUE_STORE; e <= EPILOGUE_SWIGLU; e++) {
+            if ((e == EPILOGUE_SWIGLU && m.rows % 2 != 0) || (kernel == GEMV && threshold)) {
+                continue;  // a dense product sees all of its input
+            }
+            const double share = check_product((Kernel)kernel, m, x, n, threshold, ref, (Epilogue)e,
+                                               integer && e != EPILOGUE_SWIGLU);
+            double *of = kernel == SPMM ? &worst[e] : decode;
+            *of = worse(*of, share);
+            if (!(share <= 1)) {
+                printf("     %zu x %zu, n %zu, %s, %s: %g\n", m.rows, m.cols, n, kernel_names[kernel],
+                       epilogue_names[e], share);
+            }
+        }
+    }
+}
+
+static void test_products(size_t rows, size_t cols, int density, bool few_counts) {
     const int counts[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11,  12, 13,
                           14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 130};
-    const int few[] = {1, 7, 17, 33, 65, 130};
+    const int few[] = {1, 7, 16, 17, 33, 130};  // each of spmm's kernels
     const size_t largest = 130;
     for (int integer = 0; integer < 2; integer++) {
         const TestMatrix m(rows, cols, density, integer, rows * 31 + cols);
@@ -242,40 +266,31 @@ static void test_products(size_t rows, size_t cols, int density, bool is_short) 
         const Device<float> device_threshold(&threshold, 1);
         for (int dynamic = 0; dynamic < 2; dynamic++) {
             const Reference ref(m, x, largest, dynamic ? threshold : -1);
-            double worst[3] = {0, 0, 0};
-            for (size_t i = 0; i < (is_short ? COUNT(few) : COUNT(counts)); i++) {
-                const int n = is_short ? few[i] : counts[i];
-                for (int e = EPILOGUE_STORE; e <= EPILOGUE_SWIGLU; e++) {
-                    if (e == EPILOGUE_SWIGLU && rows % 2 != 0) {
-                        continue;
-                    }
-                    const double share =
-                        check_product(m, device_x, (size_t)n, dynamic ? device_threshold.data : NULL, ref,
-                                      (Epilogue)e, integer && e != EPILOGUE_SWIGLU);
-                    worst[e] = worse(worst[e], share);
-                    if (!(share <= 1)) {
-                        printf("     %zu x %zu, density %d, n %d, %s: %g\n", rows, cols, density, n,
-                               epilogue_names[e], share);
-                    }
-                }
+            double worst[3] = {0, 0, 0}, decode = 0;
+            for (size_t i = 0; i < (few_counts ? COUNT(few) : COUNT(counts)); i++) {
+                const size_t n = (size_t)(few_counts ? few[i] : counts[i]);
+                check_kernels(m, device_x, n, dynamic ? device_threshold.data : NULL, ref, integer, worst,
+                              &decode);
             }
             char what[160];
-            snprintf(what, sizeof what, "%4zu x %4zu, density %3d, %s, %s (add %.2g, swiglu %.2g)", rows,
-                     cols, density, integer ? "integers" : "normal", dynamic ? "threshold" : "all of x",
-                     worst[1], worst[2]);
-            result(worst[0] <= 1 && worst[1] <= 1 && worst[2] <= 1, what, worst[0]);
+            snprintf(what, sizeof what,
+                     "%4zu x %4zu, density %3d, %s, %s (add %.2g, swiglu %.2g, one token %.2g)", rows, cols,
+                     density, integer ? "integers" : "normal", dynamic ? "threshold" : "all of x", worst[1],
+                     worst[2], decode);
+            result(worst[0] <= 1 && worst[1] <= 1 && worst[2] <= 1 && decode <= 1, what, worst[0]);
         }
     }
 }
 
+/* cases.md row 33: split sums have a fixed order. */
 static void test_repeats() {
-    const int counts[] = {1, 16, 33, 64, 130};
+    const int counts[] = {1, 16, 33, 64, 130}, repeats = is_short ? 2 : 20;
     const TestMatrix m(1000, 2056, 50, false, 5);
     const Device<fp16> x(random_input(130 * m.cols, false, 6));
     for (int n : counts) {
         bool same = true, intact;
         std::vector<float> first;
-        for (int i = 0; i < REPEATS; i++) {
+        for (int i = 0; i < repeats; i++) {
             Device<float> out((size_t)n * m.rows);
             spmm_cuda(&launch, out.data, &m.w, x.data, n, NULL, EPILOGUE_STORE);
             const std::vector<float> got = out.download((size_t)n * m.rows, &intact);
@@ -283,7 +298,7 @@ static void test_repeats() {
             same = same && intact && memcmp(got.data(), first.data(), got.size() * sizeof(float)) == 0;
         }
         char what[80];
-        snprintf(what, sizeof what, "%d repeats of n = %d give the same bits", REPEATS, n);
+        snprintf(what, sizeof what, "%d repeats of n = %d give the same bits", repeats, n);
         result(same, what, 0);
     }
 }
@@ -324,8 +339,7 @@ static void test_counters() {
            "counters are zero again", 0);
 }
 
-/* ---- expand
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- expand -------------------------------------------------------------------------------------------- */
 
 static void test_expand(size_t rows, size_t cols, int density) {
     const TestMatrix m(rows, cols, density, false, rows + cols);
@@ -352,8 +366,277 @@ static void test_expand(size_t rows, size_t cols, int density) {
     result(ok, what, 0);
 }
 
-/* ---- times
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- real shapes --------------------------------------------------------------------------------------- */
+
+static const size_t real_shapes[][2] = {
+    {4096, 4096},  {12288, 4096}, {11008, 4096}, {22016, 4096}, {4096, 11008}, {5120, 5120},  {13824, 5120},
+    {5120, 13824}, {8192, 8192},  {10240, 8192}, {28672, 8192}, {8192, 28672}, {14336, 4096}, {4096, 14336},
+};
+static const size_t real_counts[] = {1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 130};
+static const size_t MOST_TOKENS = 130;
+
+/* The encoder on the device writes what the library's writes. */
+static void test_encoder() {
+    const size_t shapes[][2] = {{1, 1}, {300, 77}, {257, 530}, {1024, 4096}};
+    for (const auto &shape : shapes) {
+        for (double density : {0.0, 0.3, 1.0}) {
+            const DeviceMatrix m(shape[0], shape[1], density, false, 21);
+            std::vector<fp16> dense(m.rows * m.cols);
+            std::vector<unsigned char> got(m.bytes);
+            CUDA_CHECK(
+                cudaMemcpy(dense.data(), m.dense, dense.size() * sizeof(fp16), cudaMemcpyDeviceToHost));
+            CUDA_CHECK(cudaMemcpy(got.data(), m.block, m.bytes, cudaMemcpyDeviceToHost));
+            TiledCbc want;
+            void *block;
+            CHECK(tiled_cbc_encode(&want, &block, NULL, dense.data(), m.rows, m.cols, m.cols,
+                                   default_threads(), NULL) == OK);
+            const bool same = want.n_values == m.w.cbc.n_values &&
+                              want.max_col_values == m.w.cbc.max_col_values &&
+                              memcmp(block, got.data(), m.bytes) == 0;
+            free(block);
+            char what[80];
+            snprintf(what, sizeof what, "encoded on the device, %zu x %zu, density %.1f", m.rows, m.cols,
+                     density);
+            result(same, what, 0);
+        }
+    }
+}
+
+/* cublasDgemm, loaded like kernels/cublas.cu loads its product. */
+struct Dgemm {
+    void *library;
+    cublasHandle_t handle;
+    decltype(&cublasDgemm_v2) gemm;
+
+    template <typename F>
+    void find(F *function, const char *name) {
+        *function = reinterpret_cast<F>(dlsym(library, name));
+        CHECK(*function);
+    }
+    Dgemm() {
+        char name[32];
+        snprintf(name, sizeof name, "libcublas.so.%d", CUBLAS_VER_MAJOR);
+        library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+        if (!library) {
+            fprintf(stderr, "cuBLAS cannot be loaded: %s\n", dlerror());
+            exit(1);
+        }
+        decltype(&cublasCreate_v2) create;
+        find(&create, "cublasCreate_v2");
+        find(&gemm, "cublasDgemm_v2");
+        CHECK(create(&handle) == CUBLAS_STATUS_SUCCESS);
+    }
+    ~Dgemm() {
+        decltype(&cublasDestroy_v2) destroy;
+        find(&destroy, "cublasDestroy_v2");
+        destroy(handle);
+        dlclose(library);
+    }
+    Dgemm(const Dgemm &) = delete;
+    /* y (n, rows) = W x of w (rows, cols), x (n, cols), on the default stream. */
+    void product(double *y, const double *w, const double *x, size_t rows, size_t cols, size_t n) const {
+        const double one = 1, zero = 0;
+        CHECK(gemm(handle, CUBLAS_OP_T, CUBLAS_OP_N, (int)rows, (int)n, (int)cols, &one, w, (int)cols, x,
+                   (int)cols, &zero, y, (int)rows) == CUBLAS_STATUS_SUCCESS);
+    }
+};
+
+/* As double; what does not exceed the threshold (none if it is below 0) as zero. */
+static __global__ void widen_kernel(double *out, const fp16 *in, size_t count, float threshold,
+                                    bool absolute) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+         i += (size_t)gridDim.x * blockDim.x) {
+        const float v = __half2float(__ushort_as_half(in[i]));
+        out[i] = fabsf(v) <= threshold ? 0 : absolute ? fabsf(v) : v;
+    }
+}
+
+static void widen(double *out, const fp16 *in, size_t count, float threshold, bool absolute) {
+    widen_kernel<<<4096, 256>>>(out, in, count, threshold, absolute);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+/* W x and the sum of |w x| for MOST_TOKENS tokens, with all of x and with what exceeds the threshold. */
+struct DeviceReference {
+    size_t rows, cols;
+    Device<double> wide, x, y[2], magnitude[2];
+    DeviceReference(size_t m, size_t k)
+        : rows(m),
+          cols(k),
+          wide(m * k),
+          x(MOST_TOKENS * k),
+          y{Device<double>(MOST_TOKENS * m), Device<double>(MOST_TOKENS * m)},
+          magnitude{Device<double>(MOST_TOKENS * m), Device<double>(MOST_TOKENS * m)} {}
+    void compute(const Dgemm &dgemm, const fp16 *w, const fp16 *inputs, float threshold) {
+        for (int absolute = 0; absolute < 2; absolute++) {
+            widen(wide.data, w, rows * cols, -1, absolute);
+            for (int dynamic = 0; dynamic < 2; dynamic++) {
+                widen(x.data, inputs, MOST_TOKENS * cols, dynamic ? threshold : -1, absolute);
+                dgemm.product((absolute ? magnitude : y)[dynamic].data, wide.data, x.data, rows, cols,
+                              MOST_TOKENS);
+            }
+        }
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+};
+
+static std::vector<double> fetch(const Device<double> &from) {
+    std::vector<double> v(from.n);
+    CUDA_CHECK(cudaMemcpy(v.data(), from.data, v.size() * sizeof v[0], cudaMemcpyDeviceToHost));
+    return v;
+}
+
+/* cublasDgemm against the loop on the CPU. */
+static void test_dgemm(const Dgemm &dgemm) {
+    const size_t shapes[][2] = {{1, 1}, {300, 77}, {257, 530}, {1000, 2056}};
+    for (const auto &shape : shapes) {
+        const TestMatrix m(shape[0], shape[1], 70, false, 31);
+        const std::vector<fp16> x = random_input(MOST_TOKENS * m.cols, false, 32);
+        const Device<fp16> dense(m.dense), device_x(x);
+        DeviceReference device(m.rows, m.cols);
+        device.compute(dgemm, dense.data, device_x.data, 0.5f);
+        double worst = 0;
+        for (int dynamic = 0; dynamic < 2; dynamic++) {
+            const Reference host(m, x, MOST_TOKENS, dynamic ? 0.5f : -1);
+            const std::vector<double> y = fetch(device.y[dynamic]),
+                                      magnitude = fetch(device.magnitude[dynamic]);
+            for (size_t i = 0; i < y.size(); i++) {
+                const double bound = (double)m.cols * 0x1p-52 * host.scale[i] + 1e-300;
+                worst = worse(worst, fabs(y[i] - host.y[i]) / bound);
+                worst = worse(worst, fabs(magnitude[i] - host.scale[i]) / bound);
+            }
+        }
+        char what[80];
+        snprintf(what, sizeof what, "cublasDgemm, %zu x %zu", m.rows, m.cols);
+        result(worst <= 1, what, worst);
+    }
+}
+
+/* A backend as the model uses it, and products of a matrix with it. */
+struct RealProduct {
+    Backend *be;
+    const DeviceMatrix &m;
+    const Device<fp16> &x;
+    Device<float> &out;  // with room for GUARD bytes behind MOST_TOKENS rows
+
+    /* n tokens through the backend, where one token is a decode step, or as prefill whatever n. */
+    void run(size_t n, const float *threshold, bool as_prefill) const {
+        CUDA_CHECK(cudaMemset(out.data, 0xff, out.n * sizeof(float)));
+        CUDA_CHECK(cudaDeviceSynchronize());
+        if (as_prefill) {
+            spmm_cuda(&launch, out.data, &m.w, x.data, (int)n, threshold, EPILOGUE_STORE);
+        } else {
+            be->matmul(be, out.data, &m.w, x.data, (int)n, threshold);
+        }
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    double judge(const DeviceReference &ref, int dynamic, const std::vector<double> &roundings) const {
+        const double worst =
+            worst_share(out.data, ref.y[dynamic].data, ref.magnitude[dynamic].data, roundings, m.rows);
+        unsigned char behind[GUARD];
+        CUDA_CHECK(cudaMemcpy(behind, out.data + roundings.size() * m.rows, GUARD, cudaMemcpyDeviceToHost));
+        const bool intact = std::all_of(behind, behind + GUARD, [](unsigned char b) { return b == 0xff; });
+        return intact ? worst : INFINITY;
+    }
+};
+
+static __global__ void differ_kernel(unsigned *differ, const unsigned *a, const unsigned *b, size_t count) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+         i += (size_t)gridDim.x * blockDim.x) {
+        if (a[i] != b[i]) {
+            *differ = 1;
+        }
+    }
+}
+
+/* cases.md row 33: a hundred repeats through the backend give the same bits. */
+static void test_real_repeats(const RealProduct &p, const float *threshold) {
+    const int repeats = 100;
+    Device<float> first(p.out.n);
+    Device<unsigned> differ(1);
+    CUDA_CHECK(cudaMemset(differ.data, 0, sizeof(unsigned)));
+    for (size_t n : {1, 8, 64, 130}) {
+        for (int i = 0; i < repeats; i++) {
+            p.run(n, n == 1 ? threshold : NULL, false);
+            if (i == 0) {
+                CUDA_CHECK(
+                    cudaMemcpy(first.data, p.out.data, p.out.n * sizeof(float), cudaMemcpyDeviceToDevice));
+            }
+            differ_kernel<<<1024, 256>>>(differ.data, (const unsigned *)p.out.data,
+                                         (const unsigned *)first.data, p.out.n);
+            CUDA_CHECK(cudaGetLastError());
+        }
+    }
+    unsigned differs;
+    CUDA_CHECK(cudaMemcpy(&differs, differ.data, sizeof differs, cudaMemcpyDeviceToHost));
+    char what[100];
+    snprintf(what, sizeof what, "%zu x %zu, %d repeats of n = 1, 8, 64, 130 give the same bits", p.m.rows,
+             p.m.cols, repeats);
+    result(differs == 0, what, 0);
+}
+
+/* cases.md row 29: every element against its own bound from cublasDgemm; integers to the bit. */
+static void test_real_shape(Backend *be, const Dgemm &dgemm, size_t rows, size_t cols, bool repeat) {
+    const struct {
+        double density;
+        bool integer;
+    } kinds[] = {{0, false}, {.3, false}, {.5, false}, {.7, false}, {1, false}, {.5, true}};
+    DeviceReference ref(rows, cols);
+    Device<float> out(MOST_TOKENS * rows + GUARD);
+    for (const auto &kind : kinds) {
+        const uint64_t seed = rows * 7 + cols + (size_t)(10 * kind.density);
+        const DeviceMatrix m(rows, cols, kind.density, kind.integer, seed);
+        const std::vector<fp16> host_x = random_input(MOST_TOKENS * cols, kind.integer, seed + 2);
+        const Device<fp16> x(host_x);
+        const float threshold = kind.integer ? 1.0f : 0.6745f;  // about half of the inputs exceed it
+        const Device<float> device_threshold(&threshold, 1);
+        const RealProduct p = {be, m, x, out};
+        ref.compute(dgemm, m.dense, x.data, threshold);
+        double decode = 0, prefill = 0;
+        for (int dynamic = 0; dynamic < 2; dynamic++) {
+            const float *t = dynamic ? device_threshold.data : NULL;
+            const auto bound = [&](size_t n, bool fp16_pairs) {
+                return kind.integer ? std::vector<double>(n, 0)
+                                    : allowed_roundings(host_x, cols, n, dynamic ? threshold : 0, fp16_pairs);
+            };
+            p.run(1, t, true);
+            prefill = worse(prefill, p.judge(ref, dynamic, bound(1, false)));
+            for (size_t n : real_counts) {
+                p.run(n, t, false);
+                double *worst = n == 1 ? &decode : &prefill;
+                *worst = worse(*worst, p.judge(ref, dynamic, bound(n, n == 1)));
+            }
+        }
+        char what[120];
+        snprintf(what, sizeof what, "%zu x %zu, density %.1f, %s: decode; prefill %.3g", rows, cols,
+                 kind.density, kind.integer ? "integers" : "normal", prefill);
+        result(decode <= 1 && prefill <= 1, what, decode);
+        if (repeat && kind.density == .5 && !kind.integer) {
+            test_real_repeats(p, device_threshold.data);
+        }
+    }
+}
+
+static void test_real_shapes() {
+    const Dgemm dgemm;
+    test_dgemm(dgemm);
+    Backend *be;
+    Error err;
+    if (backend_cuda(&be, 0, true, &err)) {
+        fprintf(stderr, "%s\n", err.text);
+        exit(1);
+    }
+    for (const auto &shape : real_shapes) {
+        const bool repeat =
+            &shape == &real_shapes[0] || &shape == &real_shapes[4] || &shape == &real_shapes[10];
+        test_real_shape(be, dgemm, shape[0], shape[1], repeat);
+        fflush(stdout);
+    }
+    result(be->finish(be, &err) == OK, "no input was found not finite", 0);
+    be->free(be);
+}
+
+/* ---- times --------------------------------------------------------------------------------------------- */
 
 /* Median time of a graph of launches, one for each copy of the weights, in microseconds a launch. */
 template <class Run>
@@ -428,12 +711,13 @@ static void time_shape(size_t rows, size_t cols, size_t l2_bytes) {
     }
 }
 
-int main(void) {
-    const bool is_short = getenv("SPDP_TEST_SHORT");
+static void set_up() {
     cudaDeviceProp device;
     CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+    printf("%s\n", device.name);
     launch.n_sms = device.multiProcessorCount;
     launch.shared_per_block = device.sharedMemPerBlockOptin;
+    launch.overlap = device.major >= 9;
     launch.workspace_bytes = WORKSPACE_BYTES;
     CUDA_CHECK(cudaStreamCreate(&launch.stream));
     CUDA_CHECK(cudaMalloc((void **)&launch.workspace, WORKSPACE_BYTES));
@@ -442,7 +726,17 @@ int main(void) {
     CUDA_CHECK(cudaMemset(launch.counters, 0, N_COUNTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMalloc((void **)&launch.report, sizeof(DeviceReport)));
     CUDA_CHECK(cudaMemset(launch.report, 0, sizeof(DeviceReport)));
+}
 
+static void tear_down() {
+    CUDA_CHECK(cudaFree(launch.workspace));
+    CUDA_CHECK(cudaFree(launch.counters));
+    CUDA_CHECK(cudaFree(launch.report));
+    CUDA_CHECK(cudaStreamDestroy(launch.stream));
+}
+
+/* cases.md rows 28 and 30: odd shapes; empty, nearly empty and full tiles; any number of tokens. */
+static void test_small_shapes() {
     const size_t shapes[][2] = {
         {1, 1},    {255, 15}, {255, 16}, {255, 17},  {256, 15},  {256, 16},   {256, 17},   {257, 15},
         {257, 16}, {257, 17}, {172, 64}, {288, 512}, {40, 2048}, {1376, 512}, {1000, 777},
@@ -450,35 +744,56 @@ int main(void) {
     const int densities[] = {0, ONE_NONZERO, ONE_COLUMN, 30, 50, 70, 100};
     for (const auto &shape : shapes) {
         for (int density : densities) {
-            const bool large = shape[0] * shape[1] > 10000;
-            if (!is_short || (!large && (density == 0 || density == 50))) {
-                test_products(shape[0], shape[1], density, is_short || large);
-                test_expand(shape[0], shape[1], density);
-            }
+            test_products(shape[0], shape[1], density, shape[0] * shape[1] > 10000);
+            test_expand(shape[0], shape[1], density);
         }
     }
+}
+
+/* Every kernel, with one block of everything and with several, with tails and without. */
+static void test_few_shapes() {
+    const size_t shapes[][2] = {{1, 1}, {257, 17}, {288, 512}, {300, 77}};
+    for (const auto &shape : shapes) {
+        test_products(shape[0], shape[1], 50, true);
+        test_expand(shape[0], shape[1], 50);
+    }
+}
+
+static void time_shapes() {
+    int l2_bytes;
+    CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, 0));
+    printf("\n# us (GB/s of weights) for n tokens; expand: up to 43 tile rows (GB/s read and written)\n");
+    printf("%27s", "");
+    for (int n : {1, 8, 16, 32, 64, 128}) {
+        printf("  %7s%-3d    ", "n = ", n);
+    }
+    printf("  expand\n");
+    time_shape(11008, 4096, (size_t)l2_bytes);
+    time_shape(4096, 11008, (size_t)l2_bytes);
+    time_shape(28672, 8192, (size_t)l2_bytes);
+}
+
+int main(void) {
+    set_up();
     if (is_short) {
-        test_products(288, 512, 50, true);
-        test_products(300, 77, 50, true);
+        test_few_shapes();
+        printf(
+            "left out (SPDP_TEST_SHORT): 11 small shapes, other densities, the 14 real shapes, their encoder "
+            "and "
+            "cublasDgemm, times\n");
+    } else {
+        test_small_shapes();
+        test_encoder();
+        test_real_shapes();
     }
     test_repeats();
     test_faults();
     test_counters();
-
     if (!is_short) {
-        printf(
-            "\n# %s: us (GB/s of weights) for n tokens; expand: up to 43 tile rows (GB/s read and written)\n",
-            device.name);
-        printf("%27s", "");
-        for (int n : {1, 8, 16, 32, 64, 128}) {
-            printf("  %7s%-3d    ", "n = ", n);
-        }
-        printf("  expand\n");
-        time_shape(11008, 4096, (size_t)device.l2CacheSize);
-        time_shape(4096, 11008, (size_t)device.l2CacheSize);
-        time_shape(28672, 8192, (size_t)device.l2CacheSize);
+        time_shapes();
     }
     CUDA_CHECK(cudaDeviceSynchronize());
+    tear_down();
     printf("%d passed, %d failed\n", n_passed, n_failed);
     return n_failed != 0;
 }
