@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "../model/input.h"
+#include "../model/synthetic.h"
 #include "json.h"
 
 #define BLOCK_BYTES 65536  // of text that is given to the tokenizer at once
@@ -85,7 +86,7 @@ static int add_json_line(Cut *c, const Tokenizer *tokenizer, const char *line, s
         return ERR_FORMAT;
     }
     const cJSON *text = cJSON_IsObject(json) ? json_get(json, "text") : NULL;
-    const int rc = cJSON_IsString(text)
+    const int rc = text && cJSON_IsString(text)
                        ? add_document(c, tokenizer, text->valuestring, strlen(text->valuestring), err)
                        : error_set(err, ERR_FORMAT, "is not an object with a string \"text\"");
     cJSON_Delete(json);
@@ -209,8 +210,7 @@ int calib_text_random(CalibText *text, const Config *config, const CalibParams *
     Cut c;
     int rc = begin(&c, config, params, "random ids", err);
     while (!rc && !is_full(&c)) {
-        seed = seed * 6364136223846793005u + 1442695040888963407u;
-        const int id = (int)((seed >> 32) * (uint64_t)config->vocab_size >> 32);
+        const int id = random_id(&seed, config->vocab_size);
         rc = add(&c, &id, 1, err);
     }
     if (rc) {

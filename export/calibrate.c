@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "interrupt.h"
 #include "rank_update.h"
 
 #define STRIP 256  // columns whose squares one thread sums up
@@ -81,6 +82,11 @@ static void clear_stats(Calibration *c) {
 
 InputStats *calibration_stats(Calibration *c, Site site) { return &c->stats[site]; }
 
+float *calibration_stream(Calibration *c, size_t *bytes) {
+    *bytes = c->text->n * (size_t)c->model.config.dim * sizeof *c->x;
+    return c->x;
+}
+
 /* ---- one layer ---- */
 
 static void put_vector(Calibration *c, const fp16 *to, const fp16 *from, size_t n) {
@@ -106,32 +112,40 @@ static void put_layer(Calibration *c, const LayerWeights *w) {
     put_matrix(c, &c->weights.down, &w->down);
 }
 
-/* Run the layer on sequences first .. end - 1; keep: their residual stream moves on. */
-static int run_sequences(Calibration *c, size_t first, size_t end, bool keep, Error *err) {
+/* Run the layer on one sequence, from token start on; keep: its residual stream moves on. */
+static void run_sequence(Calibration *c, size_t start, size_t n_sequence, bool keep) {
     Model *m = &c->model;
     Backend *be = m->be;
-    const size_t dim = (size_t)m->config.dim, length = c->text->length;
-    for (size_t s = first; s < end; s++) {
-        const size_t start = s * length, n_sequence = min_size(length, c->text->n - start);
-        for (size_t done = 0; done < n_sequence; done += (size_t)m->chunk) {
-            const size_t n = min_size((size_t)m->chunk, n_sequence - done);
-            float *x = c->x + (start + done) * dim;
-            const int pos = (int)done;
-            be->write(be, m->state.x, x, n * dim * sizeof *x);
-            be->write(be, m->state.pos, &pos, sizeof pos);
-            be->begin_step(be, false);
-            model_layer(m, &c->weights, 0, (int)n, PREFILL);
-            be->end_step(be);
-            if (keep) {
-                be->read(be, x, m->state.x, n * dim * sizeof *x);
-            }
+    const size_t dim = (size_t)m->config.dim;
+    for (size_t done = 0; done < n_sequence && !interrupt_signal(); done += (size_t)m->chunk) {
+        const size_t n = min_size((size_t)m->chunk, n_sequence - done);
+        float *x = c->x + (start + done) * dim;
+        const int pos = (int)done;
+        be->write(be, m->state.x, x, n * dim * sizeof *x);
+        be->write(be, m->state.pos, &pos, sizeof pos);
+        be->begin_step(be, false);
+        model_layer(m, &c->weights, 0, (int)n, PREFILL);
+        be->end_step(be);
+        if (keep) {
+            be->read(be, x, m->state.x, n * dim * sizeof *x);
         }
+    }
+}
+
+/* Run the layer on sequences first .. end - 1. */
+static int run_sequences(Calibration *c, size_t first, size_t end, bool keep, Error *err) {
+    const size_t length = c->text->length;
+    Backend *be = c->model.be;
+    for (size_t s = first; s < end && !interrupt_signal(); s++) {
+        const size_t start = s * length, n = min_size(length, c->text->n - start);
+        run_sequence(c, start, n, keep);
         if (c->progress) {
-            c->n_done += n_sequence;
+            c->n_done += n;
             progress_show(c->progress, (double)c->n_done, (double)c->n_total);
         }
     }
-    return be->finish(be, err);
+    const int rc = be->finish(be, err);
+    return rc ? rc : interrupt_check(err);
 }
 
 static int measure_sequences(Calibration *c, size_t n_sequences, Error *err) {
@@ -226,24 +240,24 @@ static bool alloc_sums(Calibration *c, const Config *config, const StatsKind kin
     return c->inputs && c->block;
 }
 
-static bool embed_text(Calibration *c, const fp16 *embedding, size_t stride) {
-    const size_t dim = (size_t)c->model.config.dim, n = c->text->n;
+static bool alloc_stream(Calibration *c) {
     size_t bytes;
-    if (!size_mul(&bytes, n, dim * sizeof *c->x) || !(c->x = memory_alloc(bytes))) {
-        return false;
-    }
+    return size_mul(&bytes, c->text->n, (size_t)c->model.config.dim * sizeof *c->x) && (c->x = memory_alloc(bytes));
+}
+
+static void embed_text(Calibration *c, const fp16 *embedding, size_t stride) {
+    const size_t dim = (size_t)c->model.config.dim, n = c->text->n;
 #pragma omp parallel for num_threads(c->n_threads)
     for (size_t t = 0; t < n; t++) {
         for (size_t i = 0; i < dim; i++) {
             c->x[t * dim + i] = fp16_to_float(embedding[(size_t)c->text->ids[t] * stride + i]);
         }
     }
-    return true;
 }
 
 int calibration_open(Calibration **calibration, const Config *config, Backend *be, const CalibText *text,
-                     const fp16 *embedding, size_t stride, const StatsKind kinds[N_DP_SITES], int n_threads,
-                     Progress *progress, Error *err) {
+                     const fp16 *embedding, size_t stride, const StatsKind kinds[N_DP_SITES], int n_layers,
+                     int n_threads, Progress *progress, Error *err) {
     Calibration *c = calloc(1, sizeof *c);
     Config one_layer = *config;
     one_layer.n_layers = 1;
@@ -253,16 +267,18 @@ int calibration_open(Calibration **calibration, const Config *config, Backend *b
     c->text = text;
     c->n_threads = n_threads;
     c->progress = progress;
-    c->n_total = 2 * text->n * (size_t)config->n_layers;
+    c->n_total = 2 * text->n * (size_t)n_layers;
     const int rc = model_open(&c->model, &one_layer, be, (int)text->length, false, err);
     if (rc) {
         calibration_free(c);
         return rc;
     }
-    if (!alloc_layer(&c->weights, config, be) || !alloc_sums(c, config, kinds) ||
-        !embed_text(c, embedding, stride)) {
+    if (!alloc_layer(&c->weights, config, be) || !alloc_sums(c, config, kinds) || !alloc_stream(c)) {
         calibration_free(c);
         return error_set(err, ERR_MEMORY, "no memory to calibrate on %zu tokens: --calib-tokens takes fewer", text->n);
+    }
+    if (embedding) {
+        embed_text(c, embedding, stride);
     }
     *calibration = c;
     return OK;

@@ -9,6 +9,7 @@
 #include <lapacke.h>
 #include <string.h>
 
+#include "interrupt.h"
 #include "rank_update.h"
 
 #define STRIP 256  // columns that one thread solves at a time
@@ -47,7 +48,7 @@ static void solve_rows(double *x, const double *v, size_t size, size_t n_cols, s
 
 /* H = V^T V, right-looking by blocks. false: not positive definite. */
 static bool factor(double *h, size_t n, int n_threads) {
-    for (size_t k = 0; k < n; k += RANK_BLOCK) {
+    for (size_t k = 0; k < n && !interrupt_signal(); k += RANK_BLOCK) {
         const size_t size = min_size(RANK_BLOCK, n - k), rest = n - k - size;
         double *diagonal = h + k * n + k, *panel = diagonal + size;
         if (LAPACKE_dpotrf_work(LAPACK_COL_MAJOR, 'L', (lapack_int)size, diagonal, (lapack_int)n) != 0) {
@@ -78,7 +79,7 @@ static void multiply_rows(double *x, size_t n_rows, const double *triangle, size
  * p of X, once it is final, is taken out of those to its right.
  *   columns (RANK_BLOCK, n): that column, transposed;  rows (RANK_BLOCK, n): row p of V, whose place X takes */
 static void invert(double *v, size_t n, double *columns, double *rows, int n_threads) {
-    for (size_t p = 0; p < n; p += RANK_BLOCK) {
+    for (size_t p = 0; p < n && !interrupt_signal(); p += RANK_BLOCK) {
         const size_t size = min_size(RANK_BLOCK, n - p), done = p + size, rest = n - done;
         double *diagonal = v + p * n + p, *right = diagonal + size;
         LAPACKE_dtrtri_work(LAPACK_COL_MAJOR, 'L', 'N', (lapack_int)size, diagonal, (lapack_int)n);
@@ -107,5 +108,8 @@ int cholesky_of_inverse(double *h, size_t n, int n_threads, Error *err) {
         reflect(h, n, n_threads);
     }
     free(work);
+    if (interrupt_check(err)) {
+        return ERR_STOPPED;
+    }
     return positive ? OK : error_set(err, ERR_NUMBER, "matrix of %zu x %zu is not positive definite", n, n);
 }

@@ -10,6 +10,7 @@
 #include "../model/input.h"
 #include "../tokenizer/tokenizer.h"
 #include "info.h"
+#include "interrupt.h"
 #include "pack.h"
 
 #define DEFAULT_DP 0.4
@@ -18,34 +19,38 @@ static const char usage[] =
     "usage: convert SOURCE OUT [options]        prune and compress a checkpoint\n"
     "       convert --synthetic SHAPE OUT [options]   random weights, for speed work\n"
     "       convert --info FILE                  what a model file holds\n"
-    "SOURCE is a Hugging Face directory (config.json, *.safetensors, tokenizer.model) or a llama2.c .bin file.\n"
+    "SOURCE is a Hugging Face directory (config.json, *.safetensors, tokenizer.model) or a llama2.c .bin.\n"
     "\n"
     "pruning\n"
     "  --sp R | mlp=R,attn=R    share of weights to remove (default 0.3); naming attn implies --prune all\n"
     "  --prune mlp|all          which matrices: gate, up, down; or q, k, v, o too (default mlp)\n"
     "  --method magnitude|wanda|sparsegpt   how to choose them (default wanda; of --synthetic magnitude)\n"
     "  --per-row                magnitude: count for each row instead of each matrix\n"
-    "  --dp R                   dynamic ratio that run uses unless told otherwise (default 0.4); 0: no calibration,\n"
-    "                           and run skips no columns\n"
+    "  --dp R                   dynamic ratio that run uses unless told otherwise (default 0.4);\n"
+    "                           0: no calibration, and run skips no columns\n"
     "calibration, for wanda, sparsegpt and --dp\n"
-    "  --calib FILE             plain text, JSON lines (.jsonl) or token ids (.tok) (default: a text that ships with\n"
-    "                           the program)\n"
+    "  --calib FILE             plain text, JSON lines (.jsonl) or token ids (.tok)\n"
+    "                           (default: a text that ships with the program)\n"
     "  --calib-dp FILE          the same for --dp alone (default: as --calib)\n"
     "  --calib-tokens N         use so many tokens (default 128 sequences)\n"
     "  --calib-len L            in sequences of L (default: the context, at most 2048)\n"
     "  -b auto|cpu|cuda         what runs it (default auto)\n"
     "storage\n"
-    "  --format auto|dense|tiled-cbc   of pruned matrices; auto (default): Tiled-CBC where it is smaller, and\n"
-    "                           where --dp is above 0\n"
+    "  --format auto|dense|tiled-cbc   of pruned matrices; auto (default): Tiled-CBC where it is smaller,\n"
+    "                           and where --dp is above 0\n"
     "  --tokenizer FILE         sentencepiece model (default: SOURCE's tokenizer.model)\n"
     "  --no-tokenizer           a file that takes token ids only\n"
     "  --force                  overwrite OUT\n"
+    "  --resume                 go on with a conversion by wanda or sparsegpt that was interrupted, all\n"
+    "                           else given as before. It keeps OUT.partial and OUT.partial.state (8 bytes\n"
+    "                           for each calibration token and dimension) until OUT is complete\n"
     "other\n"
     "  --seed S                 of --synthetic (default 0)\n"
     "  -j N                     threads (default: all cores)\n"
     "  -q                       only errors\n"
     "  --version, -h\n"
-    "SHAPE is tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or dim:hidden:layers:heads:kv:vocab:context.\n";
+    "SHAPE is tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or\n"
+    "dim:hidden:layers:heads:kv:vocab:context.\n";
 
 typedef struct {
     const char *source, *out, *info, *synthetic, *tokenizer;
@@ -60,6 +65,7 @@ typedef struct {
 enum {
     OPT_SP = 256, OPT_PRUNE, OPT_METHOD, OPT_PER_ROW, OPT_FORMAT, OPT_TOKENIZER, OPT_NO_TOKENIZER, OPT_FORCE,
     OPT_SEED, OPT_INFO, OPT_SYNTHETIC, OPT_VERSION, OPT_CALIB, OPT_CALIB_DP, OPT_CALIB_TOKENS, OPT_CALIB_LEN, OPT_DP,
+    OPT_RESUME,
 };
 
 static const struct option long_options[] = {
@@ -71,6 +77,7 @@ static const struct option long_options[] = {
     {"tokenizer", required_argument, NULL, OPT_TOKENIZER},
     {"no-tokenizer", no_argument, NULL, OPT_NO_TOKENIZER},
     {"force", no_argument, NULL, OPT_FORCE},
+    {"resume", no_argument, NULL, OPT_RESUME},
     {"seed", required_argument, NULL, OPT_SEED},
     {"info", required_argument, NULL, OPT_INFO},
     {"synthetic", required_argument, NULL, OPT_SYNTHETIC},
@@ -152,6 +159,7 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     case OPT_TOKENIZER: o->tokenizer = optarg; break;
     case OPT_NO_TOKENIZER: o->no_tokenizer = true; break;
     case OPT_FORCE: o->force = true; break;
+    case OPT_RESUME: o->pack.resume = true; break;
     case OPT_SEED: return parse_u64(&o->seed, "--seed", optarg, err);
     case OPT_INFO: o->info = optarg; break;
     case OPT_SYNTHETIC: o->synthetic = optarg; break;
@@ -195,6 +203,9 @@ static int complete_options(Options *o, Error *err) {
     }
     if (o->pack.per_row && o->pack.method != METHOD_MAGNITUDE) {
         return error_set(err, ERR_USAGE, "--per-row goes with --method magnitude");
+    }
+    if (o->pack.resume && o->pack.method == METHOD_MAGNITUDE) {
+        return error_set(err, ERR_USAGE, "--resume goes with --method wanda or sparsegpt");
     }
     if (!o->dp_named && o->pack.storage == STORE_DENSE) {
         o->pack.dp = 0;  // nothing in the file could be skipped
@@ -364,7 +375,12 @@ static int convert(Options *o, Error *err) {
     PackReport result;
     rc = choose_tokenizer(&o->pack, &owned, &tokenizer, o, source, err);
     rc = rc ? rc : open_calibrators(&calibrators, o, tokenizer, &source->config, err);
-    if (!rc && !(rc = writer_open(&writer, o->out, &source->config, o->force, err))) {
+    interrupt_catch();  // from here on there are files to be left in order
+    if (!rc) {
+        rc = o->pack.resume ? writer_reopen(&writer, o->out, &source->config, o->force, err)
+                            : writer_open(&writer, o->out, &source->config, o->force, err);
+    }
+    if (!rc) {
         rc = pack_model(&result, source, writer, &o->pack, err);
     }
     close_calibrators(&calibrators);
@@ -374,7 +390,7 @@ static int convert(Options *o, Error *err) {
     if (!rc && !o->pack.quiet) {
         report(o, &result, (time_ms() - start) * 1e-3);
     }
-    return rc;
+    return rc;  // NOLINT(clang-analyzer-core.StackAddressEscape): o->pack serves no further conversion
 }
 
 int main(int argc, char **argv) {
@@ -393,5 +409,8 @@ int main(int argc, char **argv) {
     if (rc) {
         fprintf(stderr, "convert: %s\n", err.text);
     }
-    return rc == OK ? EXIT_OK : rc == ERR_USAGE ? EXIT_USAGE : EXIT_FAILED;
+    return rc == OK            ? EXIT_OK
+           : rc == ERR_USAGE   ? EXIT_USAGE
+           : rc == ERR_STOPPED ? 128 + interrupt_signal()  // as a shell would say it
+                               : EXIT_FAILED;
 }

@@ -5,10 +5,15 @@
 
 #include "calibrate.h"
 #include "dynamic.h"
+#include "interrupt.h"
 #include "prune.h"
 #include "sparsegpt.h"
+#include "state.h"
 
-#define LONG_SECONDS 60  // calibration that takes longer is announced
+/* A state is saved after every layer where that is a matter of a second, else when ten times the time that it takes has
+ * gone by: the stream of a large model is gigabytes, and layers may be quick. */
+#define SAVE_SECONDS 1
+#define SAVE_SHARE 10
 
 /* The matrices of a layer, in the order of the file. */
 enum { LAYER_ATTN_NORM, LAYER_QKV, LAYER_O, LAYER_MLP_NORM, LAYER_GATE_UP, LAYER_DOWN, N_LAYER_MATRICES };
@@ -47,6 +52,11 @@ typedef struct {
     Progress progress;
     size_t done_bytes;
     char ratios[200];  // reached in the current layer, for people
+    PackState resumed;         // what an earlier process left, until its residual stream is taken over
+    size_t first_layer;        // that it has not finished
+    size_t n_saved;            // layers that a later process need not do again
+    bool saves;                // states
+    double saved_ms, save_ms;  // when the last one was saved, and how long it took
 } Pack;
 
 /* What SparseGPT knows of a site. */
@@ -129,6 +139,9 @@ static void note_ratio(Pack *p, const char *name, double ratio) {
 static int prune_parts(Pack *p, Loaded *m, const InputStats *stats, const Inverse *inverse, Error *err) {
     const Site site = m->fused->site;
     for (size_t i = 0; i < m->fused->n_parts; i++) {
+        if (interrupt_check(err)) {
+            return ERR_STOPPED;
+        }
         const Part *part = &m->fused->parts[i];
         size_t rows, cols, zeros;
         tensor_shape(&p->source->config, part->tensor, &rows, &cols);
@@ -350,57 +363,104 @@ static double compensation_flops(const Loaded matrices[N_LAYER_MATRICES], Calibr
     return flops;
 }
 
-static void print_duration(double seconds) {
-    if (seconds < 120) {
-        fprintf(stderr, "%.0f s", seconds);
-    } else if (seconds < 7200) {
-        fprintf(stderr, "%.0f min", seconds / 60);
-    } else {
-        fprintf(stderr, "%.1f h", seconds / 3600);
-    }
-}
-
-/* Say how long it will take if that is long, and what fewer tokens would bring. */
+/* Say how long it will take, thresholds included, if that is long, and what fewer tokens would bring. */
 static int announce(Pack *p, const Loaded matrices[N_LAYER_MATRICES], Calibration *c, Error *err) {
     const LayerWeights weights = layer_weights(matrices);
-    const size_t n_layers = (size_t)p->source->config.n_layers, n = p->options->sp_text->n;
+    const PackOptions *o = p->options;
+    const size_t n_all = (size_t)p->source->config.n_layers, n_layers = n_all - p->first_layer;
+    const size_t n = o->sp_text->n, n_thresholds = o->dp > 0 ? dynamic_tokens(o->dp_text) : 0;
     double layer_seconds, flop_seconds;
     const int rc = calibration_estimate(c, &weights, &layer_seconds, &flop_seconds, err);
-    const double fixed = (double)n_layers * flop_seconds * compensation_flops(matrices, c);
+    // Measuring thresholds takes each token once through every layer, not twice.
+    const double thresholds = (double)(n_all * n_thresholds) * layer_seconds / (2 * (double)n);
+    const double fixed = (double)n_layers * flop_seconds * compensation_flops(matrices, c) + thresholds;
     const double running = (double)n_layers * layer_seconds;
-    if (rc || p->options->quiet || running + fixed < LONG_SECONDS) {
+    if (rc || o->quiet || running + fixed < LONG_SECONDS) {
         return rc;
     }
     const size_t fewer = max_size(n / 8, CALIB_MIN_TOKENS);
-    fprintf(stderr, "note       calibration on %zu tokens will take about ", n);
-    print_duration(running + fixed);
+    fprintf(stderr, "note       calibration on %zu tokens will take about %s", n, duration_text(running + fixed).text);
     if (fewer < n) {
-        fprintf(stderr, "; with --calib-tokens %zu about ", fewer);
-        print_duration(running * (double)fewer / (double)n + fixed);
+        const double share = (double)fewer / (double)n;
+        fprintf(stderr, "; with --calib-tokens %zu about %s", fewer, duration_text(running * share + fixed).text);
     }
     fputc('\n', stderr);
     return OK;
 }
 
+/* Save what it takes to go on behind n finished layers, but not too often. That it cannot be saved is no reason to end
+ * good work. */
+static void save(Pack *p, Calibration *c, size_t n) {
+    const bool last = n == (size_t)p->source->config.n_layers;
+    const double start = time_ms();
+    if (!p->saves || (!last && start - p->saved_ms < SAVE_SHARE * (p->save_ms - SAVE_SECONDS * 1e3))) {
+        return;
+    }
+    PackState s = {.n_layers = n, .report = p->report};
+    state_marks(s.marks, p->options, p->source);
+    if (!last) {
+        s.stream = calibration_stream(c, &s.stream_bytes);
+    }
+    Error why;
+    int rc = writer_sync(p->writer, &s.position, &why);
+    rc = rc ? rc : state_save(writer_state_path(p->writer), &s, &why);
+    if (rc) {
+        p->saves = false;
+        if (!p->options->quiet) {
+            progress_end(&p->progress);
+            fprintf(stderr, "warning    --resume will know of no more than %zu layers: %s\n", p->n_saved, why.text);
+        }
+        return;
+    }
+    p->n_saved = n;
+    p->saved_ms = time_ms();
+    p->save_ms = p->saved_ms - start;
+}
+
 static int pack_layers(Pack *p, const Fused layer_matrices[N_LAYER_MATRICES], Calibration *c, Error *err) {
-    const int n_layers = p->source->config.n_layers;
+    const int n_layers = p->source->config.n_layers, first = (int)p->first_layer;
     int rc = OK;
-    for (int l = 0; l < n_layers && !rc; l++) {
+    for (int l = first; l < n_layers && !rc; l++) {
         Loaded matrices[N_LAYER_MATRICES];
         rc = load_layer(matrices, p, layer_matrices, l, err);
         if (rc) {
             return rc;
         }
-        if (l == 0) {
+        if (l == first) {
             rc = announce(p, matrices, c, err);
         }
         rc = rc ? rc : pack_layer(p, matrices, c, l == n_layers - 1, err);
         unload_layer(matrices);
         if (!rc) {
+            save(p, c, (size_t)l + 1);
             show_layer(p, l);
         }
     }
     return rc;
+}
+
+/* The residual stream before the first layer, from the embeddings; or where an earlier process left off. */
+static int open_calibration(Calibration **c, Pack *p, const StatsKind kinds[N_DP_SITES], const Fused *embedding,
+                            Error *err) {
+    const PackOptions *o = p->options;
+    const Config *config = &p->source->config;
+    const int n_layers = config->n_layers - (int)p->first_layer;
+    Loaded table = {0};
+    int rc = p->first_layer > 0 ? OK : load(&table, p, embedding, -1, err);
+    rc = rc ? rc : calibration_open(c, config, o->be, o->sp_text, table.values, table.stride, kinds, n_layers,
+                                    o->n_threads, &p->progress, err);
+    unload(&table);
+    if (rc || p->first_layer == 0) {
+        return rc;
+    }
+    size_t bytes;
+    float *stream = calibration_stream(*c, &bytes);
+    if (p->resumed.stream_bytes != bytes) {
+        return error_set(err, ERR_FORMAT, "%.250s: is damaged", writer_state_path(p->writer));
+    }
+    memcpy(stream, p->resumed.stream, bytes);
+    state_close(&p->resumed);  // it will be replaced, and its space on disk is needed
+    return OK;
 }
 
 static int pack_layers_by_calibration(Pack *p, const Fused layer_matrices[N_LAYER_MATRICES], const Fused *embedding,
@@ -412,15 +472,8 @@ static int pack_layers_by_calibration(Pack *p, const Fused layer_matrices[N_LAYE
                       : o->method == METHOD_WANDA ? STATS_SQUARES
                                                   : STATS_PRODUCTS;
     }
-    Loaded table;
-    int rc = load(&table, p, embedding, -1, err);
-    if (rc) {
-        return rc;
-    }
     Calibration *c = NULL;
-    rc = calibration_open(&c, &p->source->config, o->be, o->sp_text, table.values, table.stride, kinds, o->n_threads,
-                          &p->progress, err);
-    unload(&table);
+    int rc = open_calibration(&c, p, kinds, embedding, err);
     rc = rc ? rc : pack_layers(p, layer_matrices, c, err);
     calibration_free(c);
     return rc;
@@ -455,6 +508,8 @@ static char *provenance(const Pack *p) {
         p->report.pruned_elements ? (double)p->report.pruned_zeros / (double)p->report.pruned_elements : 0;
     if (cJSON_AddStringToObject(json, "source", o->source_name) &&
         cJSON_AddStringToObject(json, "source_kind", p->source->kind) &&
+        (!p->source->chat_template ||
+         cJSON_AddStringToObject(json, "chat_template", p->source->chat_template)) &&
         cJSON_AddStringToObject(json, "method", method_name(o)) &&
         cJSON_AddStringToObject(json, "prune", o->prune_attn ? "all" : "mlp") &&
         cJSON_AddNumberToObject(json, "sp_asked_mlp", o->sp.mlp) &&
@@ -494,8 +549,8 @@ static int pack_all(Pack *p, Error *err) {
         {SECTION_GATE_UP, "gate_up", SITE_MLP_IN, 2, {{TENSOR_GATE, "gate", 0, 2}, {TENSOR_UP, "up", 1, 2}}},
         {SECTION_DOWN, "down", SITE_MLP_HIDDEN, 1, {{TENSOR_DOWN, "down", 0, 1}}},
     };
-    int rc = pack_matrix(p, &embedding, -1, err);
-    if (!rc) {
+    int rc = p->first_layer > 0 ? OK : pack_matrix(p, &embedding, -1, err);
+    if (!rc && p->first_layer < (size_t)c->n_layers) {
         rc = pack_measures(o) ? pack_layers_by_calibration(p, layer_matrices, &embedding, err)
                               : pack_layers_by_magnitude(p, layer_matrices, err);
     }
@@ -512,6 +567,87 @@ static int pack_all(Pack *p, Error *err) {
     return rc || o->dp == 0 ? rc : dynamic_add(p->writer, o->be, o->dp_text, o->dp, o->quiet, err);
 }
 
+/* Find out where an earlier process left off. */
+static int resume(Pack *p, Error *err) {
+    if (!pack_measures(p->options)) {
+        return error_set(err, ERR_USAGE, "--resume: only what wanda and sparsegpt have begun can be resumed");
+    }
+    const char *path = writer_state_path(p->writer);
+    PackState *s = &p->resumed;
+    uint64_t marks[N_STATE_MARKS];
+    int rc = state_load(s, path, err);
+    if (rc) {
+        return rc;
+    }
+    state_marks(marks, p->options, p->source);
+    const char *difference = state_difference(s->marks, marks);
+    if (difference) {
+        return error_set(err, ERR_USAGE, "%.250s: is of another conversion: %s is not the same", path, difference);
+    }
+    rc = writer_restore(p->writer, &s->position, err);
+    if (!rc) {
+        p->report = s->report;
+        p->first_layer = p->n_saved = s->n_layers;
+    }
+    if (!rc && !p->options->quiet) {
+        fprintf(stderr, "resume     after %zu of %d layers\n", s->n_layers, p->source->config.n_layers);
+    }
+    return rc;
+}
+
+/* Start anew, over what an earlier process may have left. */
+static int forget(Pack *p) {
+    PackState s;
+    const char *path = writer_state_path(p->writer);
+    if (state_load(&s, path, NULL) == OK) {
+        uint64_t marks[N_STATE_MARKS];
+        bool same = pack_measures(p->options);
+        if (same) {
+            state_marks(marks, p->options, p->source);
+            same = !state_difference(s.marks, marks);
+        }
+        if (same && !p->options->quiet) {
+            fprintf(stderr, "note       --resume would have gone on after %zu of %d layers; this starts anew\n",
+                    s.n_layers, p->source->config.n_layers);
+        } else if (!p->options->quiet) {
+            fprintf(stderr, "note       replaces what another conversion to this file had begun\n");
+        }
+        state_close(&s);
+    }
+    state_remove(path);
+    return OK;
+}
+
+/* The failure and what is left after it, in one line. */
+static void explain(const Pack *p, int rc, bool keep, Error *err) {
+    char reason[sizeof err->text];
+    snprintf(reason, sizeof reason, "%.230s", err->text);
+    if (keep) {
+        error_set(err, rc, "%s after %zu of %d layers; the same command with --resume goes on from there",
+                  reason, p->n_saved, p->source->config.n_layers);
+    } else if (rc == ERR_STOPPED) {
+        error_set(err, rc, "%s; nothing is kept", reason);
+    }
+}
+
+static int pack_and_finish(Pack *p, Error *err) {
+    progress_show(&p->progress, 0, 1);
+    int rc = pack_all(p, err);
+    progress_end(&p->progress);
+    // What a weight, a text or a file is to blame for would only fail again.
+    const bool keep = p->n_saved > 0 && (rc == OK || rc == ERR_STOPPED || rc == ERR_WRITE || rc == ERR_MEMORY);
+    writer_keep(p->writer, keep);
+    if (rc) {
+        writer_abort(p->writer);
+    } else {
+        rc = writer_finish(p->writer, &p->report.file_bytes, err);
+    }
+    if (rc) {
+        explain(p, rc, keep, err);
+    }
+    return rc;
+}
+
 int pack_model(PackReport *report, Source *source, Writer *writer, const PackOptions *options, Error *err) {
     CHECK(!pack_measures(options) || (options->be && options->sp_text));
     CHECK(options->dp == 0 || (options->be && options->dp_text));
@@ -520,19 +656,20 @@ int pack_model(PackReport *report, Source *source, Writer *writer, const PackOpt
         .writer = writer,
         .options = options,
         .progress = {.label = "convert", .unit = "MB", .quiet = options->quiet},
+        .saves = pack_measures(options),
     };
     if (pack_measures(options)) {
         p.progress.label = "prune";
         p.progress.unit = "tokens x layers";
     }
-    progress_show(&p.progress, 0, 1);
-    int rc = pack_all(&p, err);
+    int rc = options->resume ? resume(&p, err) : forget(&p);
     if (rc) {
-        progress_end(&p.progress);
+        writer_keep(writer, true);
         writer_abort(writer);
-        return rc;
+    } else {
+        rc = pack_and_finish(&p, err);
     }
-    rc = writer_finish(writer, &p.report.file_bytes, err);
+    state_close(&p.resumed);
     if (!rc) {
         *report = p.report;
     }

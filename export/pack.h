@@ -27,6 +27,7 @@ typedef struct {
     const void *tokenizer;    // sentencepiece model; NULL = none
     size_t tokenizer_bytes;
     int n_threads;
+    bool resume;  // go on with what an interrupted conversion has left: writer is from writer_reopen
     bool quiet;
 } PackOptions;
 
@@ -42,8 +43,11 @@ bool pack_measures(const PackOptions *options);
 
 /* Read, prune and write. Magnitude takes one matrix after the other: memory for the largest matrix and its compressed
  * form. Wanda and SparseGPT take one layer after the other: memory for a layer, twice, the sums of calibration.h and
- * the residual stream of the calibration text.
- * writer is released in any case; on failure no file is left. */
+ * the residual stream of the calibration text; after each layer they save a state beside the unfinished file (a copy of
+ * that stream, for a moment two), so that another process may resume, to the same bytes.
+ * writer is released in any case. What can be resumed stays, in the writer's files, where a signal has stopped the work
+ * (ERR_STOPPED) or disk or memory ran out; on other failures no file is left. A failure to resume leaves all as it was:
+ * ERR_OPEN (nothing is there), ERR_USAGE (it was another conversion: names what differs), ERR_FORMAT (damaged). */
 int pack_model(PackReport *report, Source *source, Writer *writer, const PackOptions *options, Error *err);
 
 #endif

@@ -32,7 +32,9 @@ struct Source {
     const char *kind;      // "Hugging Face", "llama2.c v0", ..., for provenance
     void *tokenizer;       // sentencepiece model found beside the weights; NULL if none
     size_t tokenizer_bytes;
+    const char *chat_template;  // "llama2" or "zephyr" where the source asks for it; NULL: for none or another
     size_t bytes;          // of weights in the source, for progress
+    uint64_t fingerprint;  // of the seed, or by source_open() of a sample of every tensor: tells sources apart
 
     /* Read a whole matrix as fp16 into out: row r goes to out + r * stride, columns beyond cols are not
      * touched. Rows of q and k come with RoPE pairs adjacent (Meta's order), whatever the source keeps.
@@ -47,7 +49,8 @@ struct Source {
 /* Hugging Face directory: config.json, *.safetensors (one, or sharded with an index), tokenizer.model.
  * All that this runtime does not implement is refused by name before any tensor is read, and every tensor
  * that the shape needs is present with the right shape and dtype F16, BF16 or F32 when this returns 0.
- * tokenizer.model is read if it is there; its absence is not an error here. */
+ * tokenizer.model is read if it is there, and the chat template in tokenizer_config.json; their absence is not an
+ * error here. */
 int source_open_hf(Source **s, const char *dir, Error *err);
 
 /* llama2.c checkpoint, legacy (v0) or version 1; v2 (int8) is refused. */

@@ -13,6 +13,7 @@
 #define INDEX_FILE "model.safetensors.index.json"
 #define SINGLE_FILE "model.safetensors"
 #define TOKENIZER_FILE "tokenizer.model"
+#define TOKENIZER_CONFIG_FILE "tokenizer_config.json"
 #define LAYERS "model.layers"
 
 static const TensorNames hf_names = {
@@ -500,6 +501,41 @@ static int open_tokenizer(Source *s, int dir_fd, Error *err) {
     return rc;
 }
 
+/* The template itself, or of several with names the default. NULL: none. */
+static const char *find_chat_template(const cJSON *json) {
+    const cJSON *template = json_get(json, "chat_template"), *item;
+    if (!cJSON_IsArray(template)) {
+        return cJSON_GetStringValue(template);
+    }
+    cJSON_ArrayForEach(item, template) {
+        const char *name = cJSON_GetStringValue(json_get(item, "name"));
+        if (name && strcmp(name, "default") == 0) {
+            return cJSON_GetStringValue(json_get(item, "template"));
+        }
+    }
+    return NULL;
+}
+
+/* A template is a program; known ones are told by the words in them. */
+static int read_chat_template(Source *s, int dir_fd, Error *err) {
+    if (!file_exists(dir_fd, TOKENIZER_CONFIG_FILE)) {
+        return OK;
+    }
+    cJSON *json;
+    const int rc = read_json(&json, dir_fd, TOKENIZER_CONFIG_FILE, err);
+    if (rc) {
+        return rc;
+    }
+    const char *text = find_chat_template(json);
+    if (text && strstr(text, "[INST]") && strstr(text, "<<SYS>>")) {
+        s->chat_template = "llama2";
+    } else if (text && strstr(text, "<|user|>") && strstr(text, "<|assistant|>") && strstr(text, "eos_token")) {
+        s->chat_template = "zephyr";
+    }
+    cJSON_Delete(json);
+    return OK;
+}
+
 static int open_shards(Source **s, const Config *config, bool tied, const Shards *shards, int dir_fd,
                        Error *err) {
     Source *source = stored_new("Hugging Face", config, shards->n + 1, true);
@@ -510,6 +546,7 @@ static int open_shards(Source **s, const Config *config, bool tied, const Shards
     int rc = place_shards(source, shards, dir_fd, err);
     rc = rc ? rc : check_complete(source, err);
     rc = rc ? rc : open_tokenizer(source, dir_fd, err);
+    rc = rc ? rc : read_chat_template(source, dir_fd, err);
     if (rc) {
         source->free(source);
         return rc;

@@ -27,9 +27,6 @@ typedef struct {
 /* The full name, "model.layers.3.mlp.up_proj.weight". */
 void tensor_name(char *name, size_t size, const TensorNames *names, Tensor tensor, int layer);
 
-/* head_dim = dim / n_heads where the source does not give it. Returns 0 or ERR_SHAPE. */
-int derive_head_dim(Config *c, Error *err);
-
 /* A whole file, mapped read-only; an empty one has data = NULL. */
 typedef struct {
     const unsigned char *data;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "cholesky.h"
+#include "interrupt.h"
 #include "prune.h"
 #include "rank_update.h"
 
@@ -135,7 +136,7 @@ static void remove_block(Work *k, size_t first, size_t width, size_t rows, size_
 }
 
 static void prune_blocks(Work *k, size_t rows, size_t cols, const double *factor, double ratio, int n_threads) {
-    for (size_t first = 0; first < cols; first += SPARSEGPT_BLOCK) {
+    for (size_t first = 0; first < cols && !interrupt_signal(); first += SPARSEGPT_BLOCK) {
         const size_t width = min_size(SPARSEGPT_BLOCK, cols - first), next = first + width;
         for (size_t c = 0; c < width; c++) {
             memcpy(k->corner + c * SPARSEGPT_BLOCK, factor + (first + c) * cols + first, width * sizeof *factor);
@@ -172,6 +173,10 @@ int sparsegpt_prune(size_t *zeros, fp16 *w, size_t rows, size_t cols, size_t str
     }
     if (ratio > 0) {
         prune_blocks(&k, rows, cols, factor, ratio, n_threads);
+    }
+    if (interrupt_check(err)) {
+        work_free(&k);
+        return ERR_STOPPED;
     }
     const size_t fault = find_overflow(k.w, rows * cols);
     if (fault < rows * cols) {

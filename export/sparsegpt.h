@@ -15,7 +15,7 @@
  *   dead      (n), filled
  *   damping   share that was needed: SPARSEGPT_DAMPING, or ten times as much again and again while H is not positive
  *             definite
- * Returns 0, ERR_NUMBER (not positive definite with any damping, or not finite) or ERR_MEMORY. */
+ * Returns 0, ERR_NUMBER (not positive definite with any damping, or not finite), ERR_MEMORY or ERR_STOPPED. */
 int sparsegpt_factor(double *products, bool *dead, double *damping, size_t n, size_t n_tokens, int n_threads,
                      Error *err);
 
@@ -25,7 +25,8 @@ int sparsegpt_factor(double *products, bool *dead, double *damping, size_t n, si
  *   zeros    afterwards
  *   w        as for prune_magnitude
  *   factor, dead   by sparsegpt_factor, for n = cols
- * Returns 0, ERR_NUMBER (a new weight does not fit fp16: names row and column; w is untouched) or ERR_MEMORY. */
+ * Returns 0, ERR_NUMBER (a new weight does not fit fp16: names row and column; w is untouched), ERR_MEMORY or
+ * ERR_STOPPED. */
 int sparsegpt_prune(size_t *zeros, fp16 *w, size_t rows, size_t cols, size_t stride, const double *factor,
                     const bool *dead, double ratio, int n_threads, Error *err);
 

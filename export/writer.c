@@ -2,20 +2,24 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <libgen.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
+#include "state.h"
+
 #define MAX_WRITE 0x7ffff000  // bytes; Linux writes no more in one call
-#define MAX_TEMPORARIES 100   // names tried
+
+/* A partial file begins with this, which makes it no model file yet, and nobody else's either. */
+static const char mark[8] = "SPDPPART";
 
 struct Writer {
     int fd;
-    char *path, *temporary;
-    bool force;
+    char *path, *partial, *state;
+    bool force, keep;
     FileHeader header;
     FileSection *table;
     size_t n_sections, capacity;
@@ -24,6 +28,25 @@ struct Writer {
 
 static int write_error(const char *path, const char *what, Error *err) {
     return error_set(err, ERR_WRITE, "%.250s: %s: %s", path, what, strerror(errno));
+}
+
+/* Offsets that are skipped stay holes, which read as zeros: the slack behind a section costs no write. */
+static int write_at(const Writer *w, size_t offset, const void *bytes, size_t n, Error *err) {
+    const char *from = bytes;
+    while (n > 0) {
+        const ssize_t written = pwrite(w->fd, from, min_size(n, MAX_WRITE), (off_t)offset);
+        if (written < 0 && errno == EINTR) {
+            continue;
+        }
+        if (written <= 0) {
+            errno = written < 0 ? errno : EIO;
+            return write_error(w->path, "cannot be written", err);
+        }
+        from += written;
+        offset += (size_t)written;
+        n -= (size_t)written;
+    }
+    return OK;
 }
 
 static FileHeader make_header(const Config *c) {
@@ -64,90 +87,138 @@ static int check_target(const char *path, bool force, Error *err) {
     return OK;
 }
 
-/* Create `<path>.tmp.<pid>`; where an earlier process of that id was killed and left one,
- * `<path>.tmp.<pid>.1` and so on. */
-static int create_temporary(Writer *w, Error *err) {
-    const size_t size = strlen(w->path) + 40;
-    w->temporary = malloc(size);
-    if (!w->temporary) {
-        return error_set(err, ERR_MEMORY, "no memory to write %.300s", w->path);
-    }
-    const int length = snprintf(w->temporary, size, "%s.tmp.%ld", w->path, (long)getpid());
-    for (int i = 1; i <= MAX_TEMPORARIES; i++) {
-        w->fd = open(w->temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (w->fd >= 0) {
-            return OK;
-        }
-        if (errno != EEXIST) {
-            break;
-        }
-        snprintf(w->temporary + length, size - (size_t)length, ".%d", i);
-    }
-    return write_error(w->path, "cannot be created", err);
-}
-
 static void release(Writer *w) {
     if (w->fd >= 0) {
         close(w->fd);
     }
     free(w->path);
-    free(w->temporary);
+    free(w->partial);
+    free(w->state);
     free(w->table);
     free(w);
 }
 
-int writer_open(Writer **writer, const char *path, const Config *config, bool force, Error *err) {
+/* Is fd the file that its name stands for? Not if another writer has renamed or removed it before we had the lock. */
+static bool is_named(int fd, const char *path) {
+    struct stat opened, named;
+    return fstat(fd, &opened) == 0 && lstat(path, &named) == 0 && opened.st_dev == named.st_dev &&
+           opened.st_ino == named.st_ino;
+}
+
+/* Some network file systems know no locks: there, nothing keeps two writers apart. */
+static bool lock(int fd) {
+    return flock(fd, LOCK_EX | LOCK_NB) == 0 || errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
+}
+
+/* Open and lock <path>.partial. */
+static int open_partial(Writer *w, bool create, Error *err) {
+    do {
+        if (w->fd >= 0) {
+            close(w->fd);
+        }
+        w->fd = open(w->partial, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0), 0666);
+        if (w->fd < 0 && errno == ENOENT && !create) {
+            return error_set(err, ERR_OPEN, "%.250s: there is none, so there is nothing to resume", w->partial);
+        }
+        if (w->fd < 0) {
+            return write_error(w->path, "cannot be created", err);
+        }
+        if (!lock(w->fd)) {
+            return error_set(err, ERR_WRITE, "%.250s: another conversion is writing it", w->partial);
+        }
+    } while (!is_named(w->fd, w->partial));
+    return OK;
+}
+
+/* Nothing but what a writer left may be written over; a resumed file may have its header already. */
+static int check_partial(const Writer *w, bool complete, Error *err) {
+    struct stat st;
+    char begin[sizeof mark] = {0};
+    if (fstat(w->fd, &st) != 0 || !S_ISREG(st.st_mode) || pread(w->fd, begin, sizeof begin, 0) < 0) {
+        return error_set(err, ERR_WRITE, "%.250s: is not a regular file that can be read", w->partial);
+    }
+    if (st.st_size > 0 && memcmp(begin, mark, sizeof mark) != 0 &&
+        !(complete && memcmp(begin, w->header.magic, sizeof w->header.magic) == 0)) {
+        return error_set(err, ERR_WRITE,
+                         "%.250s: is not what an interrupted conversion leaves; remove or rename it", w->partial);
+    }
+    return OK;
+}
+
+static char *with_suffix(const char *path, const char *suffix) {
+    const size_t size = strlen(path) + strlen(suffix) + 1;
+    char *name = malloc(size);
+    if (name) {
+        snprintf(name, size, "%s%s", path, suffix);
+    }
+    return name;
+}
+
+static Writer *new_writer(const char *path, const Config *config, bool force) {
+    Writer *w = malloc(sizeof *w);
+    if (w) {
+        *w = (Writer){
+            .fd = -1,
+            .path = strdup(path),
+            .partial = with_suffix(path, ".partial"),
+            .state = with_suffix(path, ".partial.state"),
+            .force = force,
+            .header = make_header(config),
+            .end = sizeof(FileHeader),
+        };
+        if (!w->path || !w->partial || !w->state) {
+            release(w);
+            w = NULL;
+        }
+    }
+    return w;
+}
+
+static int open_writer(Writer **writer, const char *path, const Config *config, bool force, bool resume,
+                       Error *err) {
     int rc = check_target(path, force, err);
     if (rc) {
         return rc;
     }
-    Writer *w = malloc(sizeof *w);
+    Writer *w = new_writer(path, config, force);
     if (!w) {
         return error_set(err, ERR_MEMORY, "no memory to write %.300s", path);
     }
-    *w = (Writer){
-        .fd = -1,
-        .path = strdup(path),
-        .force = force,
-        .header = make_header(config),
-        .end = sizeof(FileHeader),
-    };
-    rc = w->path ? create_temporary(w, err) : error_set(err, ERR_MEMORY, "no memory to write %.300s", path);
+    rc = open_partial(w, !resume, err);
+    rc = rc ? rc : check_partial(w, resume, err);
     if (rc) {
         release(w);
+        return rc;
+    }
+    if (!resume && (rc = write_at(w, 0, mark, sizeof mark, err))) {
+        writer_abort(w);
         return rc;
     }
     *writer = w;
     return OK;
 }
 
-/* Offsets that are skipped stay holes, which read as zeros: the slack behind a section costs no write. */
-static int write_at(const Writer *w, size_t offset, const void *bytes, size_t n, Error *err) {
-    const char *from = bytes;
-    while (n > 0) {
-        const ssize_t written = pwrite(w->fd, from, min_size(n, MAX_WRITE), (off_t)offset);
-        if (written < 0 && errno == EINTR) {
-            continue;
-        }
-        if (written <= 0) {
-            errno = written < 0 ? errno : EIO;
-            return write_error(w->path, "cannot be written", err);
-        }
-        from += written;
-        offset += (size_t)written;
-        n -= (size_t)written;
-    }
-    return OK;
+int writer_open(Writer **w, const char *path, const Config *config, bool force, Error *err) {
+    return open_writer(w, path, config, force, false, err);
 }
+
+int writer_reopen(Writer **w, const char *path, const Config *config, bool force, Error *err) {
+    return open_writer(w, path, config, force, true, err);
+}
+
+const char *writer_state_path(const Writer *w) { return w->state; }
+
+void writer_keep(Writer *w, bool keep) { w->keep = keep; }
 
 /* Where the next section, or the table, begins. */
 static size_t next_offset(const Writer *w) { return round_up(w->end + MEMORY_SLACK, FILE_ALIGN); }
 
-static int grow_table(Writer *w, Error *err) {
-    if (w->n_sections < w->capacity) {
+/* Room for n more sections. */
+static int grow_table(Writer *w, size_t n, Error *err) {
+    if (w->n_sections + n <= w->capacity) {
         return OK;
     }
-    const size_t capacity = 2 * w->capacity + 64;
+    const size_t capacity = 2 * w->capacity + n + 64;
     FileSection *table = realloc(w->table, capacity * sizeof *table);
     if (!table) {
         return error_set(err, ERR_MEMORY, "no memory for a table of %zu sections", capacity);
@@ -160,7 +231,7 @@ static int grow_table(Writer *w, Error *err) {
 /* Write a section whose entry lacks only what follows from its place and its bytes. */
 static int append(Writer *w, FileSection section, const char *name, const void *bytes, Error *err) {
     CHECK(strlen(name) < sizeof section.name);
-    int rc = grow_table(w, err);
+    int rc = grow_table(w, 1, err);
     if (rc) {
         return rc;
     }
@@ -177,6 +248,51 @@ static int append(Writer *w, FileSection section, const char *name, const void *
     w->table[w->n_sections++] = section;
     w->end = section.offset + section.bytes;
     return OK;
+}
+
+int writer_sync(Writer *w, WriterPosition *position, Error *err) {
+    if (fdatasync(w->fd) != 0) {
+        return write_error(w->path, "cannot be written", err);
+    }
+    *position = (WriterPosition){w->table, w->n_sections, w->end};
+    return OK;
+}
+
+/* Does the partial file, in memory, hold those sections? */
+static bool has_sections(const unsigned char *data, const WriterPosition *position) {
+    for (size_t i = 0; i < position->n_sections; i++) {
+        const FileSection *section = &position->sections[i];
+        if (section->bytes > position->end || section->offset > position->end - section->bytes ||
+            XXH3_64bits(data + section->offset, section->bytes) != section->checksum) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int writer_restore(Writer *w, const WriterPosition *position, Error *err) {
+    struct stat st;
+    bool good = fstat(w->fd, &st) == 0 && (size_t)st.st_size >= position->end && position->n_sections > 0;
+    if (good) {
+        void *data = mmap(NULL, position->end, PROT_READ, MAP_PRIVATE, w->fd, 0);
+        if (data == MAP_FAILED) {
+            return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->partial, strerror(errno));
+        }
+        good = has_sections(data, position);
+        munmap(data, position->end);
+    }
+    if (!good) {
+        return error_set(err, ERR_FORMAT, "%.250s: is damaged: it does not hold the layers that its state counts",
+                         w->partial);
+    }
+    int rc = grow_table(w, position->n_sections, err);
+    rc = rc ? rc : write_at(w, 0, mark, sizeof mark, err);
+    if (!rc) {
+        memcpy(w->table, position->sections, position->n_sections * sizeof *w->table);
+        w->n_sections = position->n_sections;
+        w->end = position->end;
+    }
+    return rc;
 }
 
 /* A section entry with what the label says. */
@@ -299,11 +415,11 @@ int writer_view(Writer *w, Checkpoint *ck, Error *err) {
 }
 
 /* Rename, but never over a file unless force. */
-static int rename_temporary(const Writer *w) {
+static int rename_partial(const Writer *w) {
     if (w->force) {
-        return rename(w->temporary, w->path);
+        return rename(w->partial, w->path);
     }
-    const int rc = renameat2(AT_FDCWD, w->temporary, AT_FDCWD, w->path, RENAME_NOREPLACE);
+    const int rc = renameat2(AT_FDCWD, w->partial, AT_FDCWD, w->path, RENAME_NOREPLACE);
     if (rc == 0 || (errno != EINVAL && errno != ENOSYS)) {
         return rc;
     }
@@ -313,17 +429,7 @@ static int rename_temporary(const Writer *w) {
         errno = EEXIST;
         return -1;
     }
-    return rename(w->temporary, w->path);
-}
-
-/* So that the new name outlives a power failure. The file is complete either way, and some file systems
- * know no fsync of directories: failure is not an error. Changes path, as dirname does. */
-static void sync_directory(char *path) {
-    const int fd = open(dirname(path), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0) {
-        fsync(fd);
-        close(fd);
-    }
+    return rename(w->partial, w->path);
 }
 
 int writer_finish(Writer *w, size_t *file_bytes, Error *err) {
@@ -333,7 +439,7 @@ int writer_finish(Writer *w, size_t *file_bytes, Error *err) {
     if (!rc && fsync(w->fd) != 0) {
         rc = write_error(w->path, "cannot be written", err);
     }
-    if (!rc && rename_temporary(w) != 0) {
+    if (!rc && rename_partial(w) != 0) {
         rc = write_error(w->path, "cannot be put in place", err);
     }
     if (rc) {
@@ -343,14 +449,18 @@ int writer_finish(Writer *w, size_t *file_bytes, Error *err) {
     if (file_bytes) {
         *file_bytes = w->header.file_bytes;
     }
-    sync_directory(w->path);
+    state_remove(w->state);  // only now: had the rename not come to pass, it would be needed
+    state_sync_directory(w->path);
     release(w);
     return OK;
 }
 
 void writer_abort(Writer *w) {
+    if (w && !w->keep) {
+        state_remove(w->state);
+        unlink(w->partial);
+    }
     if (w) {
-        unlink(w->temporary);
         release(w);
     }
 }

@@ -88,6 +88,9 @@ void progress_show(Progress *p, double done, double total) {
     if (p->start_ms == 0) {
         p->start_ms = p->shown_ms = now;
     }
+    if (now - p->start_ms < p->wait_ms) {
+        return;
+    }
     const double share = done / total, seconds = (now - p->start_ms) * 1e-3;
     const double rate = seconds > 0 ? done / seconds : 0, left = rate > 0 ? (total - done) / rate : 0;
     if (isatty(STDERR_FILENO)) {
@@ -119,5 +122,12 @@ SizeText size_text(double bytes) {
     }
     SizeText t;
     snprintf(t.text, sizeof t.text, u == 0 ? "%.0f %s" : bytes < 10 ? "%.2f %s" : "%.1f %s", bytes, units[u]);
+    return t;
+}
+
+DurationText duration_text(double seconds) {
+    DurationText t;
+    const char *format = seconds < 120 ? "%.0f s" : seconds < 7200 ? "%.0f min" : "%.1f h";
+    snprintf(t.text, sizeof t.text, format, seconds / (seconds < 120 ? 1 : seconds < 7200 ? 60 : 3600));
     return t;
 }

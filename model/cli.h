@@ -22,11 +22,12 @@ typedef struct {
 int parse_ratios(Ratios *ratios, bool *by_site, const char *option, const char *text, double high, Error *err);
 
 /* Progress of long work on stderr: a bar with rate and time left on a terminal, else a line every tenth of the
- * way, nothing when quiet. Zero-initialise but for the first three. */
+ * way, nothing when quiet. Zero-initialise but for the first four. */
 typedef struct {
     const char *label;
     const char *unit;   // of what is counted, "MB"
     bool quiet;
+    double wait_ms;     // nothing is shown before so much time has passed
     double start_ms, shown_ms;
     int shown_tenth;
 } Progress;
@@ -39,5 +40,11 @@ typedef struct {
     char text[32];
 } SizeText;
 SizeText size_text(double bytes);
+
+/* "45 s", "12 min", "3.4 h". */
+typedef struct {
+    char text[32];
+} DurationText;
+DurationText duration_text(double seconds);
 
 #endif

@@ -676,6 +676,7 @@ static const SectionPatch section_patches[] = {
     {SECTION_DOWN, 1, SET(tile_m, 128, ERR_FORMAT, "tiles of 128 x 16")},
     {SECTION_DOWN, 1, SET(tile_m, 0, ERR_FORMAT, "tiles of 0 x 16")},
     {SECTION_DOWN, 1, SET(tile_k, 32, ERR_FORMAT, "tiles of 256 x 32")},
+    // cases.md row 28: the largest column and GTile, by which kernels size their buffers, are those of the file.
     {SECTION_DOWN, 1, ADD(max_col_values, 8, ERR_FORMAT, "(down, layer 1): holds other counts")},
     {SECTION_DOWN, 1, SET(max_col_values, 0, ERR_FORMAT, "other counts")},
     {SECTION_DOWN, 1, ADD(max_gtile_values, -8, ERR_FORMAT, "other counts")},
@@ -732,6 +733,7 @@ static const SectionPatch section_patches[] = {
     {SECTION_O, 0, SET(n_parts, 1, ERR_FORMAT, "row map")},
 };
 
+/* cases.md row 28: what kernels size their buffers by is checked against the arrays, as is the rest. */
 static void every_damaged_section_field_is_refused(void **state) {
     (void)state;
     for (size_t i = 0; i < LENGTH(section_patches); i++) {
@@ -930,6 +932,7 @@ static size_t values_offset(const FileSection *s) {
     return layout.values;
 }
 
+/* cases.md row 15: a checksum for each section. */
 static void damaged_values_are_found_by_verify_only(void **state) {
     (void)state;
     Image im = copy_of(&tiled_model);
@@ -990,6 +993,7 @@ static void expect_truncation_noticed(size_t n) {
     free(bytes);
 }
 
+/* cases.md row 15. */
 static void every_truncated_file_is_refused(void **state) {
     (void)state;
     static const size_t lengths[] = {0, 1, 7, 8, 39, 40, 255, 256, 257, 4095, 4096, 4097};
@@ -1031,6 +1035,7 @@ static void surplus_bytes_are_refused(void **state) {
 
 /* ---- other files given as model (row 17) ---- */
 
+/* cases.md row 17. */
 static void other_files_are_refused_by_name(void **state) {
     (void)state;
     // G1: the header of llama2.c's stories15M, and the magic of its later versions.
@@ -1141,6 +1146,7 @@ static int write_holes(const char *path, const Config *c) {
     return reason;
 }
 
+/* cases.md row 18. */
 static void a_file_of_more_than_5_GiB_is_read(void **state) {
     (void)state;
     const char *path = scratch_path("huge.bin");
@@ -1321,7 +1327,8 @@ static int write_model_within(size_t limit, const char *path, Error *err) {
     return rc;
 }
 
-/* As on a full disk: the file may not grow beyond a limit, met at once, in a section, or in the table. */
+/* cases.md row 15. As on a full disk: the file may not grow beyond a limit, met at once, in a section, or in the
+ * table. */
 static void a_failing_write_leaves_nothing(void **state) {
     (void)state;
     const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
@@ -1341,16 +1348,8 @@ static void a_failing_write_leaves_nothing(void **state) {
     rmdir(dir);
 }
 
-/* Name of the temporary file of a writer in process pid. */
-static const char *temporary_of(pid_t pid) {
-    char name[80];
-    snprintf(name, sizeof name, "fresh/model.bin.tmp.%ld", (long)pid);
-    return scratch_path(name);
-}
-
-static void a_killed_writer_leaves_nothing_under_the_final_name(void **state) {
-    (void)state;
-    const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
+/* A writer in another process that is killed before it can finish. */
+static void kill_writer(const char *path) {
     const pid_t pid = fork();
     assert_true(pid >= 0);
     if (pid == 0) {
@@ -1363,9 +1362,17 @@ static void a_killed_writer_leaves_nothing_under_the_final_name(void **state) {
     int status;
     assert_int_equal(waitpid(pid, &status, 0), pid);
     assert_true(WIFSIGNALED(status));
+}
+
+/* cases.md row 15. */
+static void a_killed_writer_leaves_nothing_under_the_final_name(void **state) {
+    (void)state;
+    const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
+    kill_writer(path);
     assert_int_not_equal(access(path, F_OK), 0);
-    expect_open_refusal(temporary_of(pid), ERR_FORMAT, "not a model file");  // the header goes last
-    unlink(temporary_of(pid));
+    const char *partial = scratch_path("fresh/model.bin.partial");
+    expect_open_refusal(partial, ERR_FORMAT, "not a model file");  // the header goes last
+    unlink(partial);
     assert_int_equal(n_files(dir), 0);
     rmdir(dir);
 }
@@ -1373,12 +1380,52 @@ static void a_killed_writer_leaves_nothing_under_the_final_name(void **state) {
 static void leftovers_of_an_earlier_process_are_no_hindrance(void **state) {
     (void)state;
     const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
-    write_file(temporary_of(getpid()), "left", 4);
-    assert_int_equal(write_model(path, forms[0], false, NULL, NULL), OK);
+    for (size_t i = 0; i < LENGTH(forms); i++) {
+        kill_writer(path);
+        assert_int_equal(n_files(dir), 1);
+        assert_int_equal(write_model(path, forms[i], true, NULL, NULL), OK);
+        expect_readable(path);
+        assert_int_equal(n_files(dir), 1);
+        unlink(path);
+    }
+    rmdir(dir);
+}
+
+static void a_file_that_no_writer_left_is_kept(void **state) {
+    (void)state;
+    const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
+    const char *mine = scratch_path("fresh/model.bin.partial");
+    Error err = {0};
+    write_file(mine, "mine", 4);
+    assert_int_equal(write_model(path, forms[0], true, NULL, &err), ERR_WRITE);
+    assert_contains(err.text, "is not what an interrupted conversion leaves");
+    expect_file(mine, "mine");
+    unlink(mine);
+    assert_int_equal(symlink("model.bin", mine), 0);
+    assert_int_equal(write_model(path, forms[0], true, NULL, &err), ERR_WRITE);
+    assert_int_not_equal(access(path, F_OK), 0);
+    assert_int_equal(n_files(dir), 1);
+    unlink(mine);
+    rmdir(dir);
+}
+
+static void a_second_writer_is_refused(void **state) {
+    (void)state;
+    const char *dir = fresh_directory(), *path = scratch_path("fresh/model.bin");
+    Writer *first, *second = NULL;
+    Error err = {0};
+    assert_int_equal(writer_open(&first, path, &config, false, NULL), OK);
+    assert_int_equal(writer_open(&second, path, &config, true, &err), ERR_WRITE);
+    assert_contains(err.text, "another conversion is writing it");
+    assert_int_equal(writer_reopen(&second, path, &config, true, &err), ERR_WRITE);
+    assert_contains(err.text, "another conversion is writing it");
+    assert_null(second);
+    assert_int_equal(put_sections(first, forms[0], NULL), OK);
+    assert_int_equal(writer_finish(first, NULL, NULL), OK);
     expect_readable(path);
-    expect_file(temporary_of(getpid()), "left");
-    assert_int_equal(n_files(dir), 2);
-    unlink(temporary_of(getpid()));
+    assert_int_equal(writer_open(&second, path, &config, true, NULL), OK);
+    writer_abort(second);
+    assert_int_equal(n_files(dir), 1);
     unlink(path);
     rmdir(dir);
 }
@@ -1463,6 +1510,8 @@ int main(void) {
         cmocka_unit_test(a_failing_write_leaves_nothing),
         cmocka_unit_test(a_killed_writer_leaves_nothing_under_the_final_name),
         cmocka_unit_test(leftovers_of_an_earlier_process_are_no_hindrance),
+        cmocka_unit_test(a_file_that_no_writer_left_is_kept),
+        cmocka_unit_test(a_second_writer_is_refused),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -291,6 +291,46 @@ static void test_wanda_removes_what_the_paper_says(void **state) {
     }
 }
 
+/* cases.md row 21: with all inputs alike none, the four smallest and all of 1 .. 8 go, in either order. */
+static void test_row_21_wanda_removes_none_the_smaller_half_and_all(void **state) {
+    (void)state;
+    uint64_t random = 15;
+    for (size_t count = 0; count <= 8; count += 4) {
+        Layer l = random_layer(2, 8, 1, &random);
+        for (size_t c = 0; c < 8; c++) {
+            l.x[c] = 1;
+            l.w[c] = fp16_from_float((float)(c + 1));
+            l.w[l.stride + c] = fp16_from_float((float)(8 - c));
+        }
+        check_wanda(&l, (double)count / 8, NULL);
+        assert_int_equal(zeros_between(&l, 0, 1, 0, count), count);
+        assert_int_equal(zeros_between(&l, 1, 1, 8 - count, count), count);
+        free_layer(&l);
+    }
+}
+
+/* cases.md row 21: weights that are zero already are reported, also where none or fewer are asked for. */
+static void test_row_21_zeros_that_are_there_count_for_wanda(void **state) {
+    (void)state;
+    static const double ratios[] = {0, 0.25, 0.375, 0.5};
+    static const size_t expected[] = {3, 3, 3, 4};
+    uint64_t random = 16;
+    for (size_t i = 0; i < COUNT(ratios); i++) {
+        Layer l = random_layer(1, 8, 5, &random);
+        l.w[1] = l.w[6] = 0;
+        l.w[7] = 0x8000;
+        double *squares = sum_of_squares(&l);
+        size_t zeros = SIZE_MAX;
+        assert_int_equal(prune_wanda(&zeros, l.w, 1, 8, l.stride, squares, ratios[i], 1, NULL), OK);
+        assert_int_equal(zeros, expected[i]);
+        assert_int_equal(zeros_between(&l, 0, 1, 0, 8), expected[i]);
+        assert_int_equal(zeros_between(&l, 0, 1, 1, 1) + zeros_between(&l, 0, 1, 6, 2), 3);
+        free(squares);
+        free_layer(&l);
+    }
+}
+
+/* cases.md row 21: of equal weights exactly half, the lowest columns. */
 static void test_row_21_wanda_counts_are_exact_where_all_are_equal(void **state) {
     (void)state;
     uint64_t random = 3;
@@ -317,6 +357,7 @@ static void test_wanda_removes_dead_inputs_first(void **state) {
     free_layer(&l);
 }
 
+/* cases.md row 23: all activations zero; Wanda has nothing to go by but still removes what was asked. */
 static void test_row_23_wanda_without_any_activation_keeps_its_count(void **state) {
     (void)state;
     uint64_t random = 5;
@@ -473,6 +514,7 @@ static void test_sparsegpt_makes_up_for_what_it_removes(void **state) {
     free_layer(&a);
 }
 
+/* cases.md rows 21 and 22: ratio 0 changes nothing, not even at a dead input, and 1 leaves nothing. */
 static void test_sparsegpt_at_the_ends_of_the_range(void **state) {
     (void)state;
     uint64_t random = 9;
@@ -489,6 +531,7 @@ static void test_sparsegpt_at_the_ends_of_the_range(void **state) {
     free_layer(&l);
 }
 
+/* cases.md row 23: 4 tokens for 64 columns. */
 static void test_row_23_fewer_tokens_than_columns(void **state) {
     (void)state;
     uint64_t random = 10;
@@ -498,6 +541,7 @@ static void test_row_23_fewer_tokens_than_columns(void **state) {
     free_layer(&l);
 }
 
+/* cases.md row 23: an input that is always 0. */
 static void test_row_23_a_dead_input_loses_its_weights(void **state) {
     (void)state;
     uint64_t random = 11;
@@ -510,6 +554,7 @@ static void test_row_23_a_dead_input_loses_its_weights(void **state) {
     free_layer(&l);
 }
 
+/* cases.md row 23: all activations zero. */
 static void test_row_23_without_any_activation_all_weights_are_zero(void **state) {
     (void)state;
     uint64_t random = 12;
@@ -522,7 +567,8 @@ static void test_row_23_without_any_activation_all_weights_are_zero(void **state
     free_layer(&l);
 }
 
-/* Products that no input has: an eigenvalue of -1.5 times the mean of the diagonal needs a damping of 10. */
+/* cases.md row 23. Products that no input has: an eigenvalue of -1.5 times the mean of the diagonal needs a damping
+ * of 10. */
 static void test_row_23_more_damping_where_the_factorisation_fails(void **state) {
     (void)state;
     double products[4] = {1, 2.5, NAN, 1}, damping = 0;
@@ -536,6 +582,7 @@ static void test_row_23_more_damping_where_the_factorisation_fails(void **state)
     assert_float_equal(products[0] * products[1], -2.5 / (121 - 6.25), 1e-12);
 }
 
+/* cases.md row 23: beyond the limit of damping, and with sums that are not finite, an error. */
 static void test_row_23_the_limit_of_damping_is_an_error(void **state) {
     (void)state;
     double hopeless[4] = {1, 1e6, NAN, 1}, infinite[4] = {INFINITY, 0, 0, 1}, nan[4] = {1, NAN, 0, 1}, damping;
@@ -548,6 +595,7 @@ static void test_row_23_the_limit_of_damping_is_an_error(void **state) {
     }
 }
 
+/* cases.md row 23: no NaN and no infinity is ever written, the matrix stays as it was. */
 static void test_row_23_a_weight_beyond_fp16_is_an_error(void **state) {
     (void)state;
     uint64_t random = 13;
@@ -622,7 +670,8 @@ static void close_bench(Bench *b) {
 static Calibration *open_calibration(Bench *b, StatsKind kind, int n_threads) {
     const StatsKind kinds[N_DP_SITES] = {kind, kind, kind, kind};
     Calibration *c;
-    assert_int_equal(calibration_open(&c, &small, b->be, &b->text, b->embedding, 24, kinds, n_threads, NULL, NULL), OK);
+    assert_int_equal(calibration_open(&c, &small, b->be, &b->text, b->embedding, 24, kinds, 2, n_threads, NULL, NULL),
+                     OK);
     return c;
 }
 
@@ -687,6 +736,7 @@ static void test_squares_and_products_agree_in_the_second_layer_too(void **state
     close_bench(&b);
 }
 
+/* cases.md row 23: statistics that are not finite stop the conversion with layer and site. */
 static void test_an_input_that_is_not_finite_is_reported(void **state) {
     (void)state;
     Bench b;
@@ -695,7 +745,7 @@ static void test_an_input_that_is_not_finite_is_reported(void **state) {
     b.memory[5][2] = 0x7c00;  // infinite norm of the MLP
     Calibration *c = open_calibration(&b, STATS_SQUARES, 1);
     assert_int_equal(calibration_measure(c, &b.weights, &err), ERR_NUMBER);
-    assert_non_null(strstr(err.text, "MLP input"));
+    assert_non_null(strstr(err.text, "MLP input of layer 0"));
     calibration_free(c);
     close_bench(&b);
 }
@@ -704,6 +754,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_the_smallest_scores_are_chosen_and_of_equal_ones_the_first),
         cmocka_unit_test(test_wanda_removes_what_the_paper_says),
+        cmocka_unit_test(test_row_21_wanda_removes_none_the_smaller_half_and_all),
+        cmocka_unit_test(test_row_21_zeros_that_are_there_count_for_wanda),
         cmocka_unit_test(test_row_21_wanda_counts_are_exact_where_all_are_equal),
         cmocka_unit_test(test_wanda_removes_dead_inputs_first),
         cmocka_unit_test(test_row_23_wanda_without_any_activation_keeps_its_count),
