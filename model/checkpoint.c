@@ -293,7 +293,7 @@ static int check_quantile_section(const Checkpoint *ck, Error *err) {
     const FileSection *s = checkpoint_find(ck, SECTION_QUANTILES, -1);
     SectionRule rule;
     if (s && check_quantiles(checkpoint_bytes(ck, s), s->bytes, ck->config.n_layers, err)) {
-        section_rule(&rule, &ck->config, s->kind);
+        CHECK(section_rule(&rule, &ck->config, s->kind));
         return section_error(err, (size_t)(s - ck->sections), &rule, -1);
     }
     return OK;
@@ -399,14 +399,18 @@ static Site section_site(uint32_t kind) {
     }
 }
 
-Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s) {
-    Matrix m = {
+Matrix checkpoint_shape(const FileSection *s) {
+    return (Matrix){
         .format = (MatrixFormat)s->format,
         .rows = s->rows,
         .cols = s->cols,
         .layer = s->layer,
         .site = section_site(s->kind),
     };
+}
+
+Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s) {
+    Matrix m = checkpoint_shape(s);
     if (m.format == FORMAT_DENSE) {
         m.dense = checkpoint_bytes(ck, s);
         m.stride = dense_stride(m.cols);

@@ -35,6 +35,9 @@ static inline const void *checkpoint_bytes(const Checkpoint *ck, const FileSecti
     return ck->data + s->offset;
 }
 
+/* A matrix section without its numbers. */
+Matrix checkpoint_shape(const FileSection *s);
+
 /* View of a matrix section, pointing into the file. */
 Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s);
 

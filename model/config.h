@@ -31,6 +31,13 @@ static inline size_t config_kv_dim(const Config *c) { return (size_t)c->n_kv_hea
 /* Bytes of KV cache for one position: 2 * n_layers * kv_dim fp16. */
 static inline size_t config_kv_bytes(const Config *c) { return 4 * (size_t)c->n_layers * config_kv_dim(c); }
 
+/* head_dim = dim / n_heads, for what does not give it. Returns 0 or ERR_SHAPE. */
+int derive_head_dim(Config *c, Error *err);
+
+/* The config of a shape: tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or
+ * dim:hidden:layers:heads:kv:vocab:context. Returns 0, ERR_USAGE or ERR_SHAPE. */
+int config_parse_shape(Config *c, const char *shape, Error *err);
+
 bool config_is_eos(const Config *c, int id);
 
 #endif

@@ -1,37 +1,50 @@
 #include "generate.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "reach.h"
 
 const char *stop_reason_name(StopReason reason) {
-    static const char *const names[] = {"length", "eos", "stop", "context"};
+    static const char *const names[] = {"length", "eos", "stop", "context", "interrupt"};
     return names[reason];
+}
+
+static double timed_energy(Backend *be, double *ms) {
+    const double start = time_ms(), joules = be->energy_joules(be);
+    *ms += time_ms() - start;
+    return joules;
 }
 
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
              TokenSink *sink, Error *err) {
-    if (n_prompt > m->seq_len) {
-        return error_set(err, ERR_USAGE, "the prompt has %d tokens, the context holds %d", n_prompt, m->seq_len);
+    if (n_prompt > m->seq_len - params->pos) {
+        return error_set(err, ERR_USAGE, "the prompt has %d tokens, the context holds %d", params->pos + n_prompt,
+                         m->seq_len);
     }
-    const int room = m->seq_len - n_prompt;
+    const int end = params->pos + n_prompt, room = m->seq_len - end;
     const bool to_context = params->n_new < 0 || params->n_new > room;
     const int n_new = to_context ? room : params->n_new;
     double *token_ms = malloc(((size_t)n_new + 1) * sizeof *token_ms);
     if (!token_ms) {
         return error_set(err, ERR_MEMORY, "no memory for the times of %d tokens", n_new);
     }
-    GenerateResult r = {.stop = to_context ? STOP_CONTEXT : STOP_LENGTH};
+    GenerateResult r = {.stop = to_context ? STOP_CONTEXT : STOP_LENGTH, .cached = end};
     const double written_before = sink->write_ms, start = time_ms();
-    int rc = model_prefill(m, prompt, n_prompt, 0, err);
+    int rc = model_prefill(m, prompt, n_prompt, params->pos, err);
     const double prefill_ms = time_ms() - start;
     memset(m->be->stats, 0, sizeof m->be->stats);
 
-    double cache_bytes = 0;
+    double cache_bytes = 0, joules = NAN;
+    double asking_ms = 0;  // for the energy, which is no part of a step
     int n = 0;
     while (!rc && n < n_new) {
+        if (params->interrupt && *params->interrupt) {
+            r.stop = STOP_INTERRUPT;
+            break;
+        }
         int id;
-        const int pos = n_prompt + n;  // where the new token will stand
+        const int pos = end + n;  // where the new token will stand
         rc = m->be->sample(m->be, &id, m->state.logits, m->config.vocab_size, &params->sample, (uint64_t)n, err);
         if (rc) {
             char where[32];
@@ -39,7 +52,10 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
             error_prefix(err, where);
             break;
         }
-        token_ms[n++] = time_ms() - start - (sink->write_ms - written_before);
+        token_ms[n++] = time_ms() - start - asking_ms - (sink->write_ms - written_before);
+        if (n == 1) {
+            joules = -timed_energy(m->be, &asking_ms);
+        }
         if (!params->ignore_eos && config_is_eos(&m->config, id)) {
             r.stop = STOP_EOS;
             break;
@@ -50,14 +66,17 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
         }
         if (n < n_new) {
             model_forward(m, &id, 1, pos, DECODE);
+            r.cached = pos + 1;
             cache_bytes += (double)model_step_bytes(m, pos);
         }
     }
+    joules += timed_energy(m->be, &asking_ms);
     if (!rc) {
         r.timing = timing_of(token_ms, (size_t)n, (size_t)n_prompt, prefill_ms);
         memcpy(r.sites, m->be->stats, sizeof r.sites);
         r.products = stats_sum(r.sites, N_SITES);
         r.bytes_per_token = n > 1 ? (cache_bytes + (double)r.products.bytes) / (n - 1) : 0;
+        r.joules_per_token = n > 1 && joules > 0 ? joules / (n - 1) : NAN;
         *result = r;
     }
     free(token_ms);

@@ -2,11 +2,13 @@
 #ifndef SPDP_GENERATE_H
 #define SPDP_GENERATE_H
 
+#include <signal.h>
+
 #include "model.h"
 #include "timing.h"
 
-typedef enum { STOP_LENGTH, STOP_EOS, STOP_STRING, STOP_CONTEXT } StopReason;
-const char *stop_reason_name(StopReason reason);  // "length", "eos", "stop", "context"
+typedef enum { STOP_LENGTH, STOP_EOS, STOP_STRING, STOP_CONTEXT, STOP_INTERRUPT } StopReason;
+const char *stop_reason_name(StopReason reason);  // "length", "eos", "stop", "context", "interrupt"
 
 /* Receives every token that is text (no end-of-sequence). Returns true to stop: a stop string was met. */
 typedef struct {
@@ -18,18 +20,22 @@ typedef struct {
 typedef struct {
     int n_new;        // most new tokens; 0 = prefill only, -1 = until the context is full
     bool ignore_eos;  // decode on past end-of-sequence ids
+    int pos;          // where the prompt begins: the cache holds positions 0 .. pos - 1
+    const volatile sig_atomic_t *interrupt;  // nonzero: no more tokens; NULL: none
     SampleParams sample;
 } GenerateParams;
 
 typedef struct {
     Timing timing;
     StopReason stop;
+    int cached;                // positions that the cache holds now; of the new ids the last may be missing
     ProductStats sites[N_SITES], products;  // what decode steps had to touch, by site and in all
     double bytes_per_token;    // weights, norms, head and KV read by a decode step, mean
+    double joules_per_token;   // of the device in decode, mean; NAN where it is not measured
 } GenerateResult;
 
-/* Generate after prompt (n_prompt >= 1 ids within the vocabulary) from an empty cache. The prompt is prefilled; the
- * model's dynamic thresholds act on every token after it.
+/* Generate after prompt (n_prompt >= 1 ids within the vocabulary), which follows the params->pos ids that the
+ * cache holds. The prompt is prefilled; the model's dynamic thresholds act on every token after it.
  * Returns 0, ERR_USAGE (prompt longer than the context, named with both numbers), ERR_NUMBER or
  * ERR_MEMORY. */
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,

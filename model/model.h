@@ -4,6 +4,8 @@
 
 #include "../kernels/backend.h"
 #include "checkpoint.h"
+#include "cli.h"
+#include "plan.h"
 
 typedef struct {
     const fp16 *attn_norm;  // (dim)
@@ -67,11 +69,32 @@ typedef enum { PREFILL, DECODE } Phase;
  * time). config, arguments, result as for model_load. */
 int model_open(Model *m, const Config *config, Backend *be, int seq_len, bool all_logits, Error *err);
 
+/* How the weights that a checkpoint lists come to a backend. */
+typedef struct {
+    /* Put the matrix or vector of a section into the backend's memory. false: no room. */
+    bool (*place)(void *user, Matrix *m, Backend *be, const Checkpoint *ck, const FileSection *s);
+    void *user;
+    bool made;           // not read where they lie: they take memory on every backend
+    Progress *progress;  // in MB; NULL: none
+} WeightSource;
+
+/* The weights in the checkpoint's own bytes. */
+WeightSource weights_of_file(Progress *progress);
+
+/* What model_load_from will need. *plan is filled in unless seq_len is wrong; arguments and result as there. */
+int model_plan(MemoryPlan *plan, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits,
+               const WeightSource *source, Error *err);
+
 /* Put a checkpoint's weights on a backend and allocate the state.
  *   ck       stays open while the model lives
  *   seq_len  length of the KV cache; 0 = min(config.seq_len, 4096)
  *   all_logits  keep logits of every token of a chunk (perplexity), not only of the last
- * Returns 0, ERR_USAGE (seq_len over the model's) or ERR_MEMORY (says which context would fit). */
+ * Returns 0, ERR_USAGE (seq_len over the model's) or ERR_MEMORY (says which context would fit, and has allocated
+ * nothing if that could be foreseen). */
+int model_load_from(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits,
+                    const WeightSource *source, Error *err);
+
+/* The same with weights_of_file(NULL). */
 int model_load(Model *m, const Checkpoint *ck, Backend *be, int seq_len, bool all_logits, Error *err);
 void model_free(Model *m);
 
@@ -87,6 +110,10 @@ void model_layer(Model *m, const LayerWeights *w, int layer, int n, Phase phase)
  * Afterwards state.logits holds the last token's logits in row 0 (all n rows if loaded with all_logits).
  * Does not wait; a number that is not finite is reported by backend finish(). */
 void model_forward(Model *m, const int *ids, int n, int pos, Phase phase);
+
+/* Let a backend that records decode steps record one now, so that no token has to wait for it. Writes to the cache's
+ * position 0. */
+void model_rehearse(Model *m);
 
 /* Prefill any number of tokens in chunks. Logits of the last token are left in row 0 (of the last chunk's tokens, if
  * loaded with all_logits).

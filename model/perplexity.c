@@ -1,12 +1,8 @@
 #include "perplexity.h"
 
 #include <math.h>
-#include <string.h>
 
-#include "reach.h"
-
-/* -log softmax(logits)[target], sums in double; NAN if a logit is not finite. */
-static double negative_log_likelihood(const float *logits, size_t n, int target) {
+double negative_log_likelihood(const float *logits, size_t n, int target) {
     float max = logits[0];
     bool finite = true;
     for (size_t i = 0; i < n; i++) {
@@ -118,7 +114,10 @@ int perplexity(PerplexityResult *result, Model *m, const int *ids, size_t n, con
             progress(user, w + 1, n_windows, score.n ? score.sum / (double)score.n : NAN);
         }
     }
-    memcpy(r.sites, reach.sites, sizeof r.sites);
+    if (!rc) {
+        reach_sites(&reach, r.sites);
+        r.overlap = reach_overlap(&reach);
+    }
     reach_free(&reach);
     free(logits);
     free(nll);

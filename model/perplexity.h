@@ -2,7 +2,10 @@
 #ifndef SPDP_PERPLEXITY_H
 #define SPDP_PERPLEXITY_H
 
-#include "model.h"
+#include "reach.h"
+
+/* -log softmax(logits)[target] of one row of logits (n), nats, sums in double; NAN if a logit is not finite. */
+double negative_log_likelihood(const float *logits, size_t n, int target);
 
 /* Window j feeds ids[jS .. jS + W - 1] into an empty cache; position i of a window predicts the id that
  * follows. A prediction is scored if i >= prefix and no earlier window scored it; a last, shorter window
@@ -22,6 +25,7 @@ typedef struct {
     double nll_stderr;  // sample standard deviation / sqrt(n_scored); NAN for one token
     double perplexity;  // exp(nll)
     ProductStats sites[N_DP_SITES];  // what the thresholds left to do, over all positions from the prefix on; no bytes
+    Overlap overlap;                 // of static and dynamic pruning, over the same positions
     double ms;
 } PerplexityResult;
 

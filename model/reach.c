@@ -35,7 +35,7 @@ static void count_inputs(void *user, int layer, Site site, const fp16 *x, int n,
         }
     }
     const size_t rows = site_matrix(r->model, layer, site)->rows;
-    ProductStats *s = &r->sites[site];
+    ProductStats *s = &r->products[index];
     s->elements += (uint64_t)n * rows * cols;
     s->active_elements += rows * active;
     s->active_nonzeros += nonzeros;
@@ -66,7 +66,8 @@ static bool allocate(Reach *r) {
     r->inputs = memory_alloc((size_t)r->model->chunk * widest * sizeof *r->inputs);
     r->thresholds = memory_alloc(n * sizeof *r->thresholds);
     r->column_nnz = calloc(n, sizeof *r->column_nnz);
-    if (!r->inputs || !r->thresholds || !r->column_nnz) {
+    r->products = calloc(n, sizeof *r->products);
+    if (!r->inputs || !r->thresholds || !r->column_nnz || !r->products) {
         return false;
     }
     be->read(be, r->thresholds, r->model->state.thresholds, n * sizeof *r->thresholds);
@@ -93,18 +94,63 @@ void reach_free(Reach *r) {
         free(r->column_nnz[i]);
     }
     free(r->column_nnz);
+    free(r->products);
     free(r->thresholds);
     free(r->inputs);
     *r = (Reach){0};
 }
 
-ProductStats stats_sum(const ProductStats *sites, size_t n) {
+void reach_sites(const Reach *r, ProductStats sites[N_DP_SITES]) {
+    for (int site = 0; site < N_DP_SITES; site++) {
+        sites[site] = (ProductStats){0};
+        for (int layer = 0; layer < r->model->config.n_layers; layer++) {
+            sites[site] = stats_sum((ProductStats[]){sites[site], r->products[layer * N_DP_SITES + site]}, 2);
+        }
+    }
+}
+
+/* Share of a matrix that was pruned. */
+static double static_share(const Reach *r, size_t index) {
+    const Matrix *w = site_matrix(r->model, (int)(index / N_DP_SITES), (Site)(index % N_DP_SITES));
+    uint64_t nonzeros = 0;
+    for (size_t k = 0; k < w->cols; k++) {
+        nonzeros += r->column_nnz[index][k];
+    }
+    return 1 - (double)nonzeros / ((double)w->rows * (double)w->cols);
+}
+
+Overlap reach_overlap(const Reach *r) {
+    Overlap o = {0};
+    double elements = 0;
+    for (size_t i = 0; i < (size_t)r->model->config.n_layers * N_DP_SITES; i++) {
+        const ProductStats *s = &r->products[i];
+        if (s->elements == 0) {
+            continue;
+        }
+        // What is gone by either is sp + dp less what is gone by both.
+        const double sp = static_share(r, i), dp = stats_dp(s), both = sp + dp - stats_total(s);
+        const double weight = (double)s->elements;
+        elements += weight;
+        o.reached += weight * both;
+        o.independent += weight * sp * dp;
+        if (fabs(both - sp * dp) >= fabs(o.worst)) {
+            o.worst = both - sp * dp;
+            o.worst_layer = (int)(i / N_DP_SITES);
+            o.worst_site = (Site)(i % N_DP_SITES);
+        }
+    }
+    o.reached = elements > 0 ? o.reached / elements : NAN;
+    o.independent = elements > 0 ? o.independent / elements : NAN;
+    return o;
+}
+
+ProductStats stats_sum(const ProductStats *stats, size_t n) {
     ProductStats sum = {0};
     for (size_t i = 0; i < n; i++) {
-        sum.elements += sites[i].elements;
-        sum.active_elements += sites[i].active_elements;
-        sum.active_nonzeros += sites[i].active_nonzeros;
-        sum.bytes += sites[i].bytes;
+        sum.elements += stats[i].elements;
+        sum.active_elements += stats[i].active_elements;
+        sum.active_nonzeros += stats[i].active_nonzeros;
+        sum.bytes += stats[i].bytes;
     }
     return sum;
 }

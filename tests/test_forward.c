@@ -84,7 +84,7 @@ typedef struct {
 
 typedef struct {
     int seq_len, n_threads, max_tokens;  // 0 = the default
-    bool all_logits;
+    bool all_logits, no_graph;
 } Setting;
 
 /* A model file of a source, all weights kept, opened and loaded. Its name is gone at once, so nothing stays
@@ -108,7 +108,8 @@ static void open_model(Fixture *f, Source *source, Storage storage, Setting sett
     assert_int_equal(report.n_tiled, storage == STORE_TILED_CBC ? 4 * source->config.n_layers : 0);
     assert_int_equal(checkpoint_open(&f->ck, path, &err), OK);
     unlink(path);
-    assert_int_equal(backend_open(&f->be, backend_name(), 0, true, setting.n_threads, NULL, NULL, &err), OK);
+    const bool graphs = !setting.no_graph;
+    assert_int_equal(backend_open(&f->be, backend_name(), 0, graphs, setting.n_threads, NULL, NULL, &err), OK);
     f->be->max_tokens = setting.max_tokens ? setting.max_tokens : f->be->max_tokens;
     assert_int_equal(model_load(&f->m, &f->ck, f->be, setting.seq_len, setting.all_logits, &err), OK);
 }
@@ -394,6 +395,7 @@ static void test_awkward_sizes_give_the_logits_of_the_double_reference(void **st
 
 /* ---- golden outputs ---- */
 
+/* cases.md rows 11 and 17: heads and kv heads differ, the text is the published one. */
 static void test_stories260k_tells_the_published_story(void **state) {
     (void)state;
     static const char published[] =
@@ -565,6 +567,7 @@ static void check_nll(const Golden *golden, Storage storage) {
     free(raw);
 }
 
+/* cases.md row 36, with either backend: logits within bounds of a reference. */
 static void test_demo_equals_golden_json(void **state) {
     (void)state;
     need(demo.golden);
@@ -598,6 +601,29 @@ static void test_books_predict_heldout_text_as_the_reference(void **state) {
     }
 }
 
+/* ---- rotation ---- */
+
+/* cases.md row 12: the angle by which the slowest pair of a head of 128 turns at each position. */
+static void test_row_12_the_slowest_pair_turns_as_theta_says(void **state) {
+    (void)state;
+    static const struct {
+        double theta, angle;
+    } cases[] = {{1e4, 1.1547820e-4}, {1e6, 1.2409378e-6}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Source source = small_source(NULL);
+        source.config.n_heads = source.config.n_kv_heads = 1;
+        source.config.head_dim = 128;
+        source.config.rope_theta = cases[i].theta;
+        Fixture f;
+        open_model(&f, &source, STORE_DENSE, (Setting){0});
+        float last[2];  // cosine and sine
+        f.be->read(f.be, last, f.m.weights.rope + 2 * 128 - 2, sizeof last);
+        assert_true(fabs(asin((double)last[1]) / cases[i].angle - 1) < 2e-7);
+        assert_true(last[0] > 0.9999f);
+        close_model(&f);
+    }
+}
+
 /* ---- prefill and decode ---- */
 
 /* Are two rows of logits the same but for rounding? */
@@ -613,6 +639,7 @@ static void check_same_logits(const float *a, const float *b, int vocab) {
     assert_true(worst <= PREFILL_MAX);
 }
 
+/* cases.md row 32: chunks of any length agree with single tokens. */
 static void test_prefill_of_n_tokens_equals_n_decode_steps(void **state) {
     (void)state;
     for (size_t s = 0; s < 2; s++) {
@@ -684,6 +711,7 @@ static void draw(Collected *c, float *logits, Storage storage, int n_threads, ui
     close_model(&f);
 }
 
+/* cases.md row 36. */
 static void test_a_seed_gives_the_same_tokens_whatever_the_threads(void **state) {
     (void)state;
     static const int threads[] = {2, 1, 5};  // the first twice: repeated, then varied
@@ -701,8 +729,87 @@ static void test_a_seed_gives_the_same_tokens_whatever_the_threads(void **state)
     }
 }
 
+/* ---- recorded decode steps ---- */
+
+enum { N_STEPS = 64, N_VOCAB = 4096 };  // of the demo model
+
+typedef struct {
+    int ids[N_STEPS];  // greedy
+    float logits[N_STEPS][N_VOCAB];
+} Decoded;
+
+static int argmax(const float *logits, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++) {
+        best = logits[i] > logits[best] ? i : best;
+    }
+    return best;
+}
+
+static void set_threshold(Model *m, float value) {
+    float values[64 * N_DP_SITES];
+    const int n = m->config.n_layers * N_DP_SITES;
+    assert_true(n <= 64 * N_DP_SITES);
+    for (int i = 0; i < n; i++) {
+        values[i] = value;
+    }
+    model_set_thresholds(m, values);
+}
+
+/* Greedy steps after a short prompt, the first half of them with one threshold at every site, the rest with
+ * another. */
+static void decode_steps(Decoded *d, Storage storage, bool no_graph, float threshold, float later) {
+    enum { N_PROMPT = 8 };
+    Fixture f;
+    Error err = {0};
+    int prompt[N_PROMPT];
+    memset(d, 0xff, sizeof *d);
+    open_path(&f, "demo", storage, (Setting){.no_graph = no_graph});
+    assert_int_equal(f.m.config.vocab_size, N_VOCAB);
+    random_ids(prompt, N_PROMPT, N_VOCAB, 12);
+    assert_int_equal(model_prefill(&f.m, prompt, N_PROMPT, 0, &err), OK);
+    for (int step = 0, id = prompt[0]; step < N_STEPS; step++) {
+        if (step % (N_STEPS / 2) == 0) {
+            set_threshold(&f.m, step == 0 ? threshold : later);
+        }
+        model_forward(&f.m, &id, 1, N_PROMPT + step, DECODE);
+        assert_int_equal(f.be->finish(f.be, &err), OK);
+        f.be->read(f.be, d->logits[step], f.m.state.logits, sizeof d->logits[step]);
+        id = d->ids[step] = argmax(d->logits[step], N_VOCAB);
+    }
+    close_model(&f);
+}
+
+/* cases.md row 33, with CUDA as backend. */
+static void test_a_recorded_step_gives_the_bits_of_single_launches(void **state) {
+    (void)state;
+    static Decoded recorded, launched;
+    for (size_t s = 0; s < 2; s++) {
+        decode_steps(&recorded, storages[s], false, 0.2f, 0.2f);
+        decode_steps(&launched, storages[s], true, 0.2f, 0.2f);
+        assert_memory_equal(recorded.ids, launched.ids, sizeof recorded.ids);
+        assert_memory_equal(recorded.logits, launched.logits, sizeof recorded.logits);
+        assert_true(isfinite(recorded.logits[N_STEPS - 1][N_VOCAB - 1]));
+    }
+}
+
+/* Thresholds are read by the step, not kept in its record. */
+static void test_thresholds_may_change_between_recorded_steps(void **state) {
+    (void)state;
+    static Decoded recorded, launched, unchanged;
+    decode_steps(&recorded, STORE_TILED_CBC, false, 0.05f, 0.5f);
+    decode_steps(&launched, STORE_TILED_CBC, true, 0.05f, 0.5f);
+    decode_steps(&unchanged, STORE_TILED_CBC, false, 0.05f, 0.05f);
+    assert_memory_equal(recorded.ids, launched.ids, sizeof recorded.ids);
+    assert_memory_equal(recorded.logits, launched.logits, sizeof recorded.logits);
+    const size_t half = N_STEPS / 2, step_bytes = sizeof recorded.logits[0];
+    assert_memory_equal(recorded.logits, unchanged.logits, half * step_bytes);
+    assert_memory_not_equal(recorded.logits[half], unchanged.logits[half], step_bytes);
+}
+
 /* ---- where generation ends (rows 40 and 46 of the case list) ---- */
 
+/* cases.md row 46. */
 static void test_row_46_n_counts_new_tokens_and_the_context_limits_them(void **state) {
     (void)state;
     enum { CONTEXT = 20 };
@@ -733,6 +840,7 @@ static void test_row_46_n_counts_new_tokens_and_the_context_limits_them(void **s
     close_model(&f);
 }
 
+/* cases.md row 46. */
 static void test_row_46_a_prompt_longer_than_the_context_is_refused_with_both_numbers(void **state) {
     (void)state;
     Fixture f;
@@ -762,6 +870,7 @@ static void test_a_context_beyond_the_models_is_refused(void **state) {
     close_model(&f);
 }
 
+/* cases.md row 40. */
 static void test_row_40_any_eos_id_ends_the_text_unless_ignored(void **state) {
     (void)state;
     enum { AT = 4 };
@@ -813,6 +922,7 @@ static double tiled_bytes(const TiledCbc *cbc, size_t nnz) {
     return col_info + tile_offset + 8 * BITMAP_WORDS * tile_rows * (double)cbc->cols + 2 * (double)nnz;
 }
 
+/* cases.md row 27: the bytes read for a token are counted, not assumed. */
 static void test_bytes_per_token_are_weights_norms_embedding_row_and_cache(void **state) {
     (void)state;
     enum { N_PROMPT = 3, N_NEW = 9 };
@@ -854,6 +964,7 @@ static void test_bytes_per_token_are_weights_norms_embedding_row_and_cache(void 
 
 /* ---- numbers that are not finite (rows 32 and 37) ---- */
 
+/* cases.md rows 32 and 37. */
 static void test_row_37_a_weight_that_is_not_finite_stops_the_run_with_layer_and_site(void **state) {
     (void)state;
     static const float values[] = {NAN, INFINITY, -INFINITY};
@@ -1107,9 +1218,12 @@ int main(void) {
         cmocka_unit_test(test_books_equal_golden_json),
         cmocka_unit_test(test_demo_predicts_heldout_text_as_the_reference),
         cmocka_unit_test(test_books_predict_heldout_text_as_the_reference),
+        cmocka_unit_test(test_row_12_the_slowest_pair_turns_as_theta_says),
         cmocka_unit_test(test_prefill_of_n_tokens_equals_n_decode_steps),
         cmocka_unit_test(test_pieces_of_any_size_give_the_same_logits),
         cmocka_unit_test(test_a_seed_gives_the_same_tokens_whatever_the_threads),
+        cmocka_unit_test(test_a_recorded_step_gives_the_bits_of_single_launches),
+        cmocka_unit_test(test_thresholds_may_change_between_recorded_steps),
         cmocka_unit_test(test_row_46_n_counts_new_tokens_and_the_context_limits_them),
         cmocka_unit_test(test_row_46_a_prompt_longer_than_the_context_is_refused_with_both_numbers),
         cmocka_unit_test(test_a_context_beyond_the_models_is_refused),

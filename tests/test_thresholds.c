@@ -402,7 +402,7 @@ static void a_view_leaves_no_trace_in_the_file(void **state) {
             assert_null(checkpoint_find(&ck, SECTION_PROVENANCE, -1));
             assert_int_not_equal(access(scratch_path(), F_OK), 0);
             char temporary[500];
-            snprintf(temporary, sizeof temporary, "%s.tmp.%ld", scratch_path(), (long)getpid());
+            snprintf(temporary, sizeof temporary, "%s.partial", scratch_path());
             size_t n_temporary;
             unsigned char *so_far = file_bytes(temporary, &n_temporary);
             assert_memory_not_equal(so_far, FILE_MAGIC, 8);
@@ -591,6 +591,36 @@ static double nll_of(const float *logits, int n, int target) {
     return log(sum) + max - (double)logits[target];
 }
 
+/* Weights that are zero and stand in a column whose input is under the threshold, one by one. */
+typedef struct {
+    const Model *m;
+    double both, elements;
+} Both;
+
+static void count_both(void *user, int layer, Site site, const fp16 *x, int n, int width) {
+    Both *b = user;
+    const LayerWeights *l = &b->m->weights.layers[layer];
+    const Matrix *const matrices[N_DP_SITES] = {&l->qkv, &l->o, &l->gate_up, &l->down};
+    const Matrix *w = matrices[site];
+    const size_t cols = (size_t)width;
+    Backend *be = b->m->be;
+    float threshold;
+    fp16 *values = malloc(w->rows * cols * sizeof *values), *inputs = malloc(cols * sizeof *inputs);
+    assert_int_equal(n, 1);
+    be->read(be, &threshold, b->m->state.thresholds + layer * N_DP_SITES + site, sizeof threshold);
+    be->read(be, inputs, x, cols * sizeof *inputs);
+    tiled_cbc_decode(values, cols, &w->cbc);
+    for (size_t k = 0; k < cols; k++) {
+        const bool inactive = fabsf(fp16_to_float(inputs[k])) <= threshold;
+        for (size_t r = 0; inactive && r < w->rows; r++) {
+            b->both += fp16_is_zero(values[r * cols + k]);
+        }
+    }
+    b->elements += (double)w->rows * (double)cols;
+    free(values);
+    free(inputs);
+}
+
 static void perplexity_in_batches_equals_decoding_token_by_token(void **state) {
     (void)state;
     enum { TOKENS = 191, W = 48, S = 32, P = 9 };  // windows that overlap, a dense prefix
@@ -607,14 +637,17 @@ static void perplexity_in_batches_equals_decoding_token_by_token(void **state) {
     float *logits = malloc((size_t)vocab * sizeof *logits);
     double sum = 0;
     size_t n_scored = 0;
-    f.m.hook = NULL;
+    Both both = {.m = &f.m};
+    const InputHook hook = {count_both, &both};
     memset(f.be->stats, 0, sizeof f.be->stats);
     ProductStats decoded[N_DP_SITES] = {0};
     for (int begin = 0; begin == 0 || begin + (W - S) < TOKENS - 1; begin += S) {
         for (int i = 0; i < W && begin + i < TOKENS - 1; i++) {
             f.be->finish(f.be, &err);
             memset(f.be->stats, 0, sizeof f.be->stats);
+            f.m.hook = i < P ? NULL : &hook;
             model_forward(&f.m, text.ids + begin + i, 1, i, i < P ? PREFILL : DECODE);
+            f.m.hook = NULL;
             assert_int_equal(f.be->finish(f.be, &err), OK);
             for (int site = 0; site < N_DP_SITES && i >= P; site++) {
                 decoded[site].elements += f.be->stats[site].elements;
@@ -636,6 +669,12 @@ static void perplexity_in_batches_equals_decoding_token_by_token(void **state) {
         assert_true(fabs(stats_dp(&batched.sites[site]) - stats_dp(&decoded[site])) < 1e-3);
         assert_true(fabs(stats_total(&batched.sites[site]) - stats_total(&decoded[site])) < 1e-3);
     }
+    const Overlap *o = &batched.overlap;
+    print_message("overlap %.5f, one by one %.5f, independent %.5f, worst %+.5f in layer %d, site %d\n", o->reached,
+                  both.both / both.elements, o->independent, o->worst, o->worst_layer, (int)o->worst_site);
+    assert_true(fabs(o->reached - both.both / both.elements) < 1e-3);
+    assert_true(fabs(o->independent - 0.25) < 0.05);  // half of the weights, half of the inputs
+    assert_true(fabs(o->worst) >= fabs(o->reached - o->independent) - 1e-9);
     // And it is not what the model says without dynamic pruning.
     PerplexityResult exact;
     model_set_thresholds(&f.m, (const float[2 * N_DP_SITES]){0});
@@ -698,7 +737,9 @@ static void check_dp_off(Model *m, const Quantiles *q, const Ids *heldout) {
         assert_int_equal(model_prefill(m, heldout->ids + w * WINDOW, WINDOW, 0, &err), OK);
     }
     m->hook = NULL;
-    expect_reached("DP off", reach.sites, ratio, bounds);
+    ProductStats sites[N_DP_SITES];
+    reach_sites(&reach, sites);
+    expect_reached("DP off", sites, ratio, bounds);
     reach_free(&reach);
 }
 
