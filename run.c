@@ -1,5 +1,5 @@
-/* run: the runtime's command line: load a model file, then print text or measure perplexity. Text goes to stdout
- * alone; everything else to stderr. See README.md for what the options mean. */
+/* run: the runtime's command line: load a model file, or make one of random weights, then print text or measure
+ * perplexity. Text goes to stdout alone; everything else to stderr. See README.md for what the options mean. */
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <getopt.h>
@@ -9,22 +9,28 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "chat/chat.h"
+#include "export/json.h"
+#include "model/bench.h"
 #include "model/cli.h"
 #include "model/generate.h"
 #include "model/input.h"
 #include "model/perplexity.h"
 #include "model/reach.h"
+#include "model/score.h"
+#include "model/synthetic.h"
 #include "model/thresholds.h"
 #include "tokenizer/text_stream.h"
 #include "tokenizer/tokenizer.h"
 
 static const char usage[] =
-    "usage: run MODEL [options]      MODEL is a file made by convert\n"
+    "usage: run MODEL [options]                MODEL is a file made by convert\n"
+    "       run --synthetic SHAPE [options]    random weights, made in memory, for speed work\n"
     "input\n"
     "  -p TEXT             prompt; several are answered one after the other\n"
     "  -f FILE             prompt from a file; without -p and -f it is read from a pipe\n"
     "  -e                  expand \\n \\t \\\\ \\xHH in -p\n"
-    "  --tokens            -f, --ppl or standard input is raw ids: u16, u32 if the vocabulary exceeds 65536\n"
+    "  --tokens            input is raw ids (u16; u32 above 65536 in the vocabulary), arrays in --score\n"
     "generation\n"
     "  -n N                new tokens (default 256; 0 = prefill only, -1 = to the context)\n"
     "  -t T                temperature (default 0.8; 0 = greedy)\n"
@@ -33,29 +39,54 @@ static const char usage[] =
     "  --seed S            of the draws (default: from the clock, printed)\n"
     "  --stop STR          end before STR; repeatable\n"
     "  --ignore-eos        go on past end-of-sequence tokens\n"
-    "  --dp R | mlp=R,attn=R   dynamic pruning: share of inputs to skip in decode (default: the file's; 0 = exact)\n"
+    "  --dp R | mlp=R,attn=R   share of inputs to skip in decode (default: the file's; 0 = exact)\n"
+    "chat\n"
+    "  --chat              answer what is typed or piped in, line by line; -n is per answer (default -1)\n"
+    "  --system TEXT       system prompt\n"
+    "  --template NAME     llama2, zephyr, plain or none (default: the file's; plain where it names none)\n"
+    "  --stats             times after each answer\n"
     "perplexity\n"
     "  --ppl FILE          negative log-likelihood of a text\n"
     "  --ppl-window W      tokens of a window (default: the model's context)\n"
     "  --ppl-stride S      from window to window (default W)\n"
     "  --dense-prefix P    tokens at the start of a window that are prefilled and not scored (default 0)\n"
     "  --ppl-tokens N      only the first N tokens (default: all)\n"
+    "scores\n"
+    "  --score FILE        log-probability of continuations, each a JSON line\n"
+    "                      {\"context\": \"..\", \"continuation\": \"..\"}\n"
+    "speed\n"
+    "  --bench             table of times: 128 and 2048 random ids, 128 new tokens, DP 0, .3, .5; or what\n"
+    "                      --prompt-tokens, -n and --dp ask for\n"
+    "random weights\n"
+    "  --synthetic SHAPE   tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or\n"
+    "                      dim:hidden:layers:heads:kv:vocab:context; --seed is theirs too (default 0)\n"
+    "  --sp R              share of the pruned matrices to remove, at random (default 0.3)\n"
+    "  --prune mlp|all     which are pruned: gate, up, down; or q, k, v, o too (default mlp)\n"
+    "  --prompt-tokens N   random ids as prompt (default 128); or --tokens -f FILE, which prints ids too\n"
     "machine\n"
     "  -c N                context (default: the model's, at most 4096)\n"
     "  -b auto|cpu|cuda    backend (default auto: CUDA where it works)\n"
     "  --device N          which GPU (default 0)\n"
     "  -j N                threads of the CPU (default: all cores)\n"
     "report\n"
-    "  --json FILE         figures as JSON, one object per prompt (- = stderr, and nothing else goes there)\n"
+    "  --logprobs K        the K (1 .. 20) most probable tokens at every place, in --json or as a table\n"
+    "  --json FILE         figures as JSON, one object per prompt (- = stderr, and nothing else there)\n"
     "  --verify            check every checksum of MODEL first\n"
     "  -v, -q              more, nothing but errors\n"
     "  --version, -h\n";
 
 #define MAX_PROMPTS 256
 #define MAX_STOPS 16
+#define DEFAULT_PROMPT_TOKENS 128
+#define BENCH_NEW_TOKENS 128
+#define BENCH_DP 0.5        // the largest of the ratios that --bench takes by itself
+#define SHORT_LOAD_MS 2000  // what takes no longer shows no progress
 
 typedef struct {
-    const char *model, *file, *ppl_file, *json, *backend;
+    const char *model, *file, *ppl_file, *score_file, *json, *backend;
+    SyntheticParams synthetic;      // shape: NULL = a file
+    int prompt_tokens;              // of random ids; 0: not given
+    const char *synthetic_only;     // an option that was given and makes sense with --synthetic alone
     const char *prompts[MAX_PROMPTS];
     size_t n_prompts;
     const char *stops[MAX_STOPS];
@@ -64,6 +95,11 @@ typedef struct {
     Ratios dp;             // NAN: the file's
     bool dp_by_site;
     int context, n_threads, device;
+    int logprobs;          // tokens at every place; 0: none
+    bool bench, n_given;
+    bool chat, stats, format_given;
+    const char *system;    // of the chat; NULL: not given
+    TemplateKind format;
     GenerateParams generate;
     PerplexityParams ppl;
 } Options;
@@ -72,11 +108,15 @@ typedef struct {
 typedef struct {
     Options o;
     Checkpoint ck;
+    Synthetic synthetic;   // with --synthetic: what ck is a copy of,
+    Ids random_prompt;     // and the prompt
     Tokenizer *tokenizer;  // NULL: ids only
     Backend *be;
     Model model;
     Thresholds thresholds;
     FILE *json;            // NULL: not asked for
+    Logprobs logprobs;     // of the last generation
+    DecodeState before_logprobs;  // of the text, when their first token came
     bool chatty;           // is the report for people wanted?
 } Run;
 
@@ -85,6 +125,8 @@ typedef struct {
 enum {
     OPT_TOKENS = 256, OPT_TOP_P, OPT_TOP_K, OPT_SEED, OPT_STOP, OPT_IGNORE_EOS, OPT_PPL, OPT_PPL_WINDOW,
     OPT_PPL_STRIDE, OPT_DENSE_PREFIX, OPT_PPL_TOKENS, OPT_DP, OPT_JSON, OPT_VERIFY, OPT_DEVICE, OPT_VERSION,
+    OPT_SYNTHETIC, OPT_SP, OPT_PRUNE, OPT_PROMPT_TOKENS, OPT_LOGPROBS, OPT_SCORE, OPT_BENCH,
+    OPT_CHAT, OPT_SYSTEM, OPT_TEMPLATE, OPT_STATS,
 };
 
 static const struct option long_options[] = {
@@ -103,6 +145,17 @@ static const struct option long_options[] = {
     {"json", required_argument, NULL, OPT_JSON},
     {"device", required_argument, NULL, OPT_DEVICE},
     {"verify", no_argument, NULL, OPT_VERIFY},
+    {"synthetic", required_argument, NULL, OPT_SYNTHETIC},
+    {"sp", required_argument, NULL, OPT_SP},
+    {"prune", required_argument, NULL, OPT_PRUNE},
+    {"prompt-tokens", required_argument, NULL, OPT_PROMPT_TOKENS},
+    {"logprobs", required_argument, NULL, OPT_LOGPROBS},
+    {"score", required_argument, NULL, OPT_SCORE},
+    {"bench", no_argument, NULL, OPT_BENCH},
+    {"chat", no_argument, NULL, OPT_CHAT},
+    {"system", required_argument, NULL, OPT_SYSTEM},
+    {"template", required_argument, NULL, OPT_TEMPLATE},
+    {"stats", no_argument, NULL, OPT_STATS},
     {"version", no_argument, NULL, OPT_VERSION},
     {"help", no_argument, NULL, 'h'},
     {0},
@@ -131,6 +184,25 @@ static int parse_top_p(float *top_p, Error *err) {
     return rc ? rc : *top_p > 0 ? OK : error_set(err, ERR_USAGE, "--top-p %.50s: must be above 0", optarg);
 }
 
+/* The options of random weights. */
+static int parse_synthetic(Options *o, int opt, Error *err) {
+    if (opt == OPT_SYNTHETIC) {
+        o->synthetic.shape = optarg;
+        return OK;
+    }
+    o->synthetic_only = opt == OPT_SP ? "--sp" : opt == OPT_PRUNE ? "--prune" : "--prompt-tokens";
+    if (opt == OPT_SP) {
+        return parse_double(&o->synthetic.sp, "--sp", optarg, 0, 1, err);
+    }
+    if (opt == OPT_PROMPT_TOKENS) {
+        return parse_int(&o->prompt_tokens, "--prompt-tokens", 1, 1 << 30, err);
+    }
+    o->synthetic.prune_attn = strcmp(optarg, "all") == 0;
+    return o->synthetic.prune_attn || strcmp(optarg, "mlp") == 0
+               ? OK
+               : error_set(err, ERR_USAGE, "--prune %.100s: not mlp or all", optarg);
+}
+
 static int parse_option(Options *o, int opt, const char *name, Error *err) {
     const int most = 1 << 30;
     switch (opt) {
@@ -142,7 +214,7 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
         return OK;
     case 'f': o->file = optarg; return OK;
     case 'e': o->escapes = true; return OK;
-    case 'n': return parse_int(&o->generate.n_new, "-n", -1, most, err);
+    case 'n': o->n_given = true; return parse_int(&o->generate.n_new, "-n", -1, most, err);
     case 't': return parse_float(&o->generate.sample.temperature, "-t", 0, 1e6, err);
     case 'c': return parse_int(&o->context, "-c", 1, most, err);
     case 'j': return parse_int(&o->n_threads, "-j", 1, 1024, err);
@@ -179,9 +251,99 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     case OPT_DP: return parse_ratios(&o->dp, &o->dp_by_site, "--dp", optarg, FILE_MAX_DP, err);
     case OPT_JSON: o->json = optarg; return OK;
     case OPT_VERIFY: o->verify = true; return OK;
+    case OPT_LOGPROBS: return parse_int(&o->logprobs, "--logprobs", 1, MAX_LOGPROBS, err);
+    case OPT_SCORE: o->score_file = optarg; return OK;
+    case OPT_BENCH: o->bench = true; return OK;
+    case OPT_CHAT: o->chat = true; return OK;
+    case OPT_SYSTEM: o->system = optarg; return OK;
+    case OPT_TEMPLATE: o->format_given = true; return template_parse(&o->format, "--template", optarg, err);
+    case OPT_STATS: o->stats = true; return OK;
+    case OPT_SYNTHETIC:
+    case OPT_SP:
+    case OPT_PRUNE:
+    case OPT_PROMPT_TOKENS: return parse_synthetic(o, opt, err);
     case ':': return error_set(err, ERR_USAGE, "%s needs a value", name);
     default: return error_set(err, ERR_USAGE, "unknown option %.100s", name);
     }
+}
+
+/* What does not go with --score and --bench, and their defaults. */
+static int complete_measurement(Options *o, Error *err) {
+    const char *with_score = o->json       ? "--json: its results are JSON on standard output"
+                             : o->logprobs ? "--logprobs"
+                                           : NULL;
+    const char *with_bench = o->logprobs                           ? "--logprobs"
+                             : o->tokens                           ? "--tokens"
+                             : o->n_stops > 0                      ? "--stop"
+                             : o->n_given && o->generate.n_new < 2 ? "-n below 2"
+                                                                   : NULL;
+    if (o->score_file && with_score) {
+        return error_set(err, ERR_USAGE, "--score does not go with %s", with_score);
+    }
+    if (o->bench && with_bench) {
+        return error_set(err, ERR_USAGE, "--bench does not go with %s", with_bench);
+    }
+    if (o->ppl_file && o->logprobs) {
+        return error_set(err, ERR_USAGE, "--ppl does not go with --logprobs");
+    }
+    o->generate.n_new = o->bench && !o->n_given ? BENCH_NEW_TOKENS : o->generate.n_new;
+    return OK;
+}
+
+/* What goes with --chat and what does not, and its defaults. */
+static int complete_chat(Options *o, Error *err) {
+    if (!o->chat) {
+        const char *alone = o->system ? "--system" : o->format_given ? "--template" : o->stats ? "--stats" : NULL;
+        return alone ? error_set(err, ERR_USAGE, "%s goes with --chat", alone) : OK;
+    }
+    const char *excluded = o->n_prompts > 0            ? "-p: messages come from standard input"
+                           : o->file                   ? "-f: messages come from standard input"
+                           : o->ppl_file               ? "--ppl"
+                           : o->score_file             ? "--score"
+                           : o->bench                  ? "--bench"
+                           : o->synthetic.shape        ? "--synthetic: there is no tokenizer"
+                           : o->tokens                 ? "--tokens: messages are text"
+                           : o->logprobs               ? "--logprobs"
+                           : o->json                   ? "--json: --stats prints figures"
+                           : o->generate.n_new == 0    ? "-n 0: there would be no answers"
+                                                       : NULL;
+    if (excluded) {
+        return error_set(err, ERR_USAGE, "--chat does not go with %s", excluded);
+    }
+    if (o->system && o->format_given && !template_has_system(o->format)) {
+        return error_set(err, ERR_USAGE, "--system: the template %s has no place for it",
+                         template_name(o->format));
+    }
+    o->generate.n_new = o->n_given ? o->generate.n_new : -1;
+    return OK;
+}
+
+static double asked_or_0(double ratio) { return isnan(ratio) ? 0 : ratio; }
+
+/* What goes with random weights and what does not; and what follows from the rest of the options. */
+static int complete_synthetic(Options *o, Error *err) {
+    if (!o->synthetic.shape) {
+        const bool allowed = !o->synthetic_only || (o->bench && strcmp(o->synthetic_only, "--prompt-tokens") == 0);
+        return !allowed ? error_set(err, ERR_USAGE, "%s goes with --synthetic", o->synthetic_only) : OK;
+    }
+    const char *excluded = o->n_prompts > 0               ? "-p: there is no tokenizer"
+                           : o->n_stops > 0               ? "--stop: there is no tokenizer"
+                           : o->ppl_file                  ? "--ppl: random weights predict nothing"
+                           : o->score_file                ? "--score: random weights predict nothing"
+                           : o->verify                    ? "--verify: there is no file"
+                           : o->file && !o->tokens        ? "-f without --tokens: there is no tokenizer"
+                           : o->file && o->prompt_tokens  ? "-f with --prompt-tokens: one prompt is enough"
+                                                          : NULL;
+    if (excluded) {
+        return error_set(err, ERR_USAGE, "--synthetic does not go with %s", excluded);
+    }
+    const bool dp_given = !isnan(o->dp.mlp) || !isnan(o->dp.attn);
+    o->prompt_tokens = o->prompt_tokens || o->bench ? o->prompt_tokens : DEFAULT_PROMPT_TOKENS;
+    o->synthetic.dp = o->bench && !dp_given ? BENCH_DP : fmax(asked_or_0(o->dp.mlp), asked_or_0(o->dp.attn));
+    o->synthetic.context = o->context;
+    o->synthetic.seed = o->generate.sample.seed;
+    o->generate.ignore_eos = true;
+    return OK;
 }
 
 /* Fills o; *done when the program has printed what was asked and may end. */
@@ -189,6 +351,7 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
     *o = (Options){
         .backend = "auto",
         .dp = {NAN, NAN},
+        .synthetic = {.sp = 0.3},
         .generate = {.n_new = 256, .sample = {.temperature = 0.8f, .top_p = 0.9f}},
     };
     opterr = 0;
@@ -205,23 +368,29 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
             return rc;
         }
     }
-    if (argc - optind != 1) {
+    if (o->synthetic.shape && argc > optind) {
+        return error_set(err, ERR_USAGE, "--synthetic takes the place of MODEL (%.100s)", argv[optind]);
+    }
+    if (!o->synthetic.shape && argc - optind != 1) {
         return error_set(err, ERR_USAGE, "%s (-h shows the usage)",
                          argc == optind ? "MODEL is missing" : "more than one MODEL");
     }
-    o->model = argv[optind];
-    if ((o->n_prompts > 0) + (o->file != NULL) + (o->ppl_file != NULL) > 1) {
-        return error_set(err, ERR_USAGE, "-p, -f and --ppl exclude each other");
+    o->model = o->synthetic.shape ? o->synthetic.shape : argv[optind];
+    if ((o->n_prompts > 0) + (o->file != NULL) + (o->ppl_file != NULL) + (o->score_file != NULL) + o->bench > 1) {
+        return error_set(err, ERR_USAGE, "-p, -f, --ppl, --score and --bench exclude each other");
     }
     if (o->tokens && o->n_prompts > 0) {
-        return error_set(err, ERR_USAGE, "--tokens reads ids from -f, --ppl or standard input, not from -p");
+        return error_set(err, ERR_USAGE,
+                         "--tokens reads ids from -f, --ppl, --score or standard input, not from -p");
     }
-    if (!o->seed_given) {
+    if (!o->seed_given && !o->synthetic.shape) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         o->generate.sample.seed = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
     }
-    return OK;
+    int rc = complete_measurement(o, err);
+    rc = rc ? rc : complete_chat(o, err);
+    return rc ? rc : complete_synthetic(o, err);
 }
 
 /* ---- input -------------------------------------------------------------------------------------------------- */
@@ -289,11 +458,15 @@ static int ids_from_input(Ids *ids, const Run *run, const Bytes *input, const ch
 
 /* Where generated tokens go: through the tokenizer and past the stop strings to stdout. */
 typedef struct {
+    bool silent;  // nobody wants to read random weights' tokens
     const Tokenizer *tokenizer;
     DecodeState decode;
     TextStream stream;
     TokenSink sink;
     int failure;  // errno of a failed write; stdout does not take more
+    Logprobs *logprobs;  // NULL: not asked for
+    const Model *model;  // with logprobs
+    Error error;         // of logprobs
 } Output;
 
 static void write_stdout(void *user, const char *bytes, size_t n) {
@@ -305,8 +478,22 @@ static void write_stdout(void *user, const char *bytes, size_t n) {
     out->sink.write_ms += time_ms() - start;
 }
 
+/* The time of it is no part of a step. */
+static bool note_logprobs(Output *out, int id) {
+    const double start = time_ms();
+    const bool failed = out->logprobs && logprobs_add(out->logprobs, out->model, id, &out->error) != OK;
+    out->sink.write_ms += time_ms() - start;
+    return failed;
+}
+
 static bool put_token(void *user, int id) {
     Output *out = user;
+    if (note_logprobs(out, id)) {
+        return true;
+    }
+    if (out->silent) {
+        return false;
+    }
     char text[TOKENIZER_MAX_PIECE];
     const size_t n = out->tokenizer ? tokenizer_decode(out->tokenizer, &out->decode, id, text)
                                     : (size_t)snprintf(text, sizeof text, "%d ", id);
@@ -359,6 +546,71 @@ static void report_skipped(const Run *run, const ProductStats *sites) {
     }
 }
 
+static void report_overlap(const Overlap *o) {
+    if (isfinite(o->reached)) {
+        fprintf(stderr,
+                "overlap   %.2f %% of weights are both pruned and skipped, %.2f %% if the two were independent; worst: "
+                "layer %d, %s, %+.2f points\n",
+                100 * o->reached, 100 * o->independent, o->worst_layer, site_name(o->worst_site), 100 * o->worst);
+    }
+}
+
+/* Text in quotes, with escapes; the memory is cJSON's. */
+static char *quoted(const char *text) {
+    cJSON *string = cJSON_CreateString(text);
+    char *printed = cJSON_PrintUnformatted(string);
+    cJSON_Delete(string);
+    return printed;
+}
+
+/* What a token adds to a text, as a string. Without a tokenizer: nothing. */
+static const char *spell(char text[TOKENIZER_MAX_PIECE + 1], const Run *run, DecodeState *state, int id) {
+    text[run->tokenizer ? tokenizer_decode(run->tokenizer, state, id, text) : 0] = 0;
+    return text;
+}
+
+static void report_token(const Run *run, DecodeState *state, const TokenLogprob *t) {
+    char text[TOKENIZER_MAX_PIECE + 1];
+    char *quotes = quoted(spell(text, run, state, t->id));
+    fprintf(stderr, "  %6d %-14s %9.4f", t->id, quotes ? quotes : "", t->logprob);
+    cJSON_free(quotes);
+}
+
+/* A line for every token: itself, then the most probable ones at its place. */
+static void report_logprobs(const Run *run) {
+    DecodeState text = run->before_logprobs;
+    for (size_t i = 0; i < run->logprobs.n; i++) {
+        const LogprobEntry *e = &run->logprobs.entries[i];
+        fputs("logprobs", stderr);
+        report_token(run, &text, &e->chosen);
+        fputs("  of", stderr);
+        for (int k = 0; k < e->n_top; k++) {
+            report_token(run, &(DecodeState){.started = true}, &e->top[k]);
+        }
+        fputc('\n', stderr);
+    }
+}
+
+/* [{"token": id, "text": what it adds to the text, "logprob": x, "top": [[id, x], ..]}, ..] */
+static cJSON *logprobs_json(const Run *run) {
+    DecodeState state = run->before_logprobs;
+    cJSON *array = cJSON_CreateArray();
+    for (size_t i = 0; i < run->logprobs.n; i++) {
+        const LogprobEntry *e = &run->logprobs.entries[i];
+        cJSON *token = cJSON_CreateObject(), *top = cJSON_CreateArray();
+        char text[TOKENIZER_MAX_PIECE + 1];
+        cJSON_AddNumberToObject(token, "token", e->chosen.id);
+        cJSON_AddStringToObject(token, "text", spell(text, run, &state, e->chosen.id));
+        cJSON_AddNumberToObject(token, "logprob", e->chosen.logprob);
+        for (int k = 0; k < e->n_top; k++) {
+            cJSON_AddItemToArray(top, cJSON_CreateDoubleArray((double[]){e->top[k].id, e->top[k].logprob}, 2));
+        }
+        cJSON_AddItemToObject(token, "top", top);
+        cJSON_AddItemToArray(array, token);
+    }
+    return array;
+}
+
 static void report_generation(const Run *run, const GenerateResult *g) {
     const Timing *t = &g->timing;
     const Model *m = &run->model;
@@ -371,6 +623,9 @@ static void report_generation(const Run *run, const GenerateResult *g) {
         fprintf(stderr, "reads     %s a token, %.1f GB/s\n", size_text(g->bytes_per_token).text, bandwidth_gb_s(g));
     } else {
         fprintf(stderr, "decode    %5zu tok   TPOT n/a (needs two tokens)\n", t->decode_tokens);
+    }
+    if (isfinite(g->joules_per_token)) {
+        fprintf(stderr, "energy    %.3g J a token\n", g->joules_per_token);
     }
     fprintf(stderr, "total     %.2f ms, seed %llu, stop: %s\n", t->total_ms,
             (unsigned long long)run->o.generate.sample.seed, stop_reason_name(g->stop));
@@ -391,6 +646,15 @@ static void add_figure(cJSON *json, const char *key, double value) {
     }
 }
 
+/* One line; json is released. */
+static int write_json_line(const Run *run, cJSON *json, Error *err) {
+    char *text = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    const bool ok = text && fprintf(run->json, "%s\n", text) > 0 && fflush(run->json) == 0;
+    cJSON_free(text);
+    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: cannot be written", run->o.json);
+}
+
 /* One object with every key; g or p is NULL where it does not apply. */
 static int write_json(const Run *run, const GenerateResult *g, const PerplexityResult *p, Error *err) {
     const Timing none = {0, 0, NAN, NAN, NAN, NAN, NAN, NAN, NAN}, *t = g ? &g->timing : &none;
@@ -407,12 +671,15 @@ static int write_json(const Run *run, const GenerateResult *g, const PerplexityR
     add_figure(json, "decode_tok_s", t->decode_tok_s);
     add_figure(json, "bytes_per_token", steps ? g->bytes_per_token : NAN);
     add_figure(json, "gb_s", steps ? bandwidth_gb_s(g) : NAN);
-    add_figure(json, "ceiling_gb_s", NAN);      // measured by the benchmarks
-    add_figure(json, "joules_per_token", NAN);  // needs NVML
+    add_figure(json, "ceiling_gb_s", NAN);  // measured by --bench
+    add_figure(json, "joules_per_token", g ? g->joules_per_token : NAN);
     add_figure(json, "sp", file_sparsity(&run->ck));
     add_figure(json, "dp_asked", run->thresholds.asked);
     add_figure(json, "dp_reached", stats_dp(&products));
     add_figure(json, "total", stats_total(&products));
+    add_figure(json, "overlap", p ? p->overlap.reached : NAN);
+    add_figure(json, "overlap_independent", p ? p->overlap.independent : NAN);
+    add_figure(json, "overlap_worst", p && isfinite(p->overlap.reached) ? p->overlap.worst : NAN);
     add_figure(json, "nll", p ? p->nll : NAN);
     add_figure(json, "nll_stderr", p ? p->nll_stderr : NAN);
     add_figure(json, "perplexity", p ? p->perplexity : NAN);
@@ -426,25 +693,31 @@ static int write_json(const Run *run, const GenerateResult *g, const PerplexityR
     }
     cJSON_AddStringToObject(json, "backend", run->be->name);
     cJSON_AddStringToObject(json, "device", run->be->device);
-    char *text = cJSON_PrintUnformatted(json);
-    cJSON_Delete(json);
-    const bool ok = text && fprintf(run->json, "%s\n", text) > 0 && fflush(run->json) == 0;
-    cJSON_free(text);
-    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: cannot be written", run->o.json);
+    cJSON_AddItemToObject(json, "logprobs", g && run->o.logprobs ? logprobs_json(run) : cJSON_CreateNull());
+    return write_json_line(run, json, err);
 }
 
-/* ---- the two jobs -------------------------------------------------------------------------------------------------- */
+/* ---- the jobs ----------------------------------------------------------------------------------------------- */
 
 static int answer(Run *run, const Ids *prompt, bool last, Error *err) {
     if (prompt->n == 0) {
         return error_set(err, ERR_USAGE, "the prompt is empty and the model has no BOS token to start from");
     }
-    Output out = {.tokenizer = run->tokenizer, .sink = {.token = put_token}};
+    Output out = {
+        .silent = run->o.synthetic.shape && !run->o.tokens,
+        .tokenizer = run->tokenizer,
+        .sink = {.token = put_token},
+        .logprobs = run->o.logprobs ? &run->logprobs : NULL,
+        .model = &run->model,
+    };
     out.sink.user = &out;
+    logprobs_free(&run->logprobs);
+    run->logprobs.k = run->o.logprobs;
     if (!text_stream_init(&out.stream, run->o.stops, run->o.n_stops, write_stdout, &out)) {
         return error_set(err, ERR_MEMORY, "no memory for the stop strings");
     }
     echo_prompt(&out, prompt);
+    run->before_logprobs = out.decode;
     GenerateResult g;
     const int n = prompt->n > (size_t)1 << 30 ? 1 << 30 : (int)prompt->n;
     int rc = generate(&g, &run->model, prompt->ids, n, &run->o.generate, &out.sink, err);
@@ -454,14 +727,21 @@ static int answer(Run *run, const Ids *prompt, bool last, Error *err) {
         text_stream_end(&out.stream);
     }
     text_stream_free(&out.stream);
-    if (!last || isatty(STDOUT_FILENO)) {
+    if (!out.silent && (!last || isatty(STDOUT_FILENO))) {
         write_stdout(&out, "\n", 1);
     }
     if (!rc && out.failure) {
         rc = error_set(err, ERR_WRITE, "standard output: %s", strerror(out.failure));
     }
+    if (!rc && out.error.code) {
+        *err = out.error;
+        rc = err->code;
+    }
     if (!rc && run->chatty) {
         report_generation(run, &g);
+    }
+    if (!rc && run->chatty && !run->json) {
+        report_logprobs(run);
     }
     return rc || !run->json ? rc : write_json(run, &g, NULL, err);
 }
@@ -498,6 +778,9 @@ static int answer_input(Run *run, const char *prompt, bool last, Error *err) {
 
 static int answer_all(Run *run, Error *err) {
     const Options *o = &run->o;
+    if (o->synthetic.shape) {
+        return answer(run, &run->random_prompt, true, err);
+    }
     if (o->n_prompts == 0) {
         // Nobody types a prompt into a terminal that shows none: start from BOS alone.
         return answer_input(run, o->file || !isatty(STDIN_FILENO) ? NULL : "", true, err);
@@ -535,10 +818,238 @@ static int measure_perplexity(Run *run, Error *err) {
                 p.n_windows, p.protocol.window, p.protocol.stride, p.protocol.prefix, p.n_scored);
         fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", file_sparsity(&run->ck));
         report_skipped(run, p.sites);
+        report_overlap(&p.overlap);
         fprintf(stderr, "nll       %.6f +- %.6f nats a token\nppl       %.4f\n", p.nll, p.nll_stderr, p.perplexity);
         fprintf(stderr, "speed     %.1f tok/s\n", (double)p.n_scored / p.ms * 1e3);
     }
     return run->json ? write_json(run, NULL, &p, err) : OK;
+}
+
+/* The ids of an item's text. Where the context's end falls within a token of the whole, the context's own ids
+ * stand before it, and the continuation has those of the whole behind as many: as evaluation harnesses do it. */
+static int encode_item(ScoreItem *item, const Run *run, Error *err) {
+    Ids context = {0};
+    const Bytes before = {item->text.data, item->context_bytes};
+    int rc = ids_from_input(&item->ids, run, &item->text, "text", true, err);
+    rc = rc ? rc : ids_from_input(&context, run, &before, "context", true, err);
+    if (!rc) {
+        memcpy(item->ids.ids, context.ids, min_size(context.n, item->ids.n) * sizeof *context.ids);
+        item->n_context = context.n;
+    }
+    free(context.ids);
+    return rc;
+}
+
+/* What --score adds up. */
+typedef struct {
+    size_t n_items, n_tokens, n_greedy, n_cut;
+} ScoreTotals;
+
+/* One line of the input, and one of the output. */
+static int score_line(ScoreTotals *totals, Run *run, const char *line, size_t n, Error *err) {
+    ScoreItem item = {0};
+    Score score;
+    cJSON *object = json_parse(line, n, 0, err);
+    int rc = object ? OK : err->code;
+    rc = rc ? rc : score_item_read(&item, object, run->o.tokens, run->model.config.vocab_size, err);
+    cJSON_Delete(object);
+    rc = rc || run->o.tokens ? rc : encode_item(&item, run, err);
+    rc = rc ? rc : score_continuation(&score, &run->model, item.ids.ids, item.ids.n, item.n_context, err);
+    if (!rc) {
+        char bytes[24] = "null";
+        if (!run->o.tokens) {
+            snprintf(bytes, sizeof bytes, "%zu", item.continuation_bytes);
+        }
+        printf("{\"logprob\": %.9g, \"tokens\": %zu, \"bytes\": %s, \"greedy\": %s}\n", score.logprob,
+               score.n_tokens, bytes, score.greedy ? "true" : "false");
+        totals->n_items++;
+        totals->n_tokens += score.n_tokens;
+        totals->n_greedy += score.greedy;
+        totals->n_cut += score.cut;
+    }
+    score_item_free(&item);
+    return rc || fflush(stdout) == 0 ? rc : error_set(err, ERR_WRITE, "standard output: %s", strerror(errno));
+}
+
+static int score_all(Run *run, Error *err) {
+    Bytes input = {0};
+    ScoreTotals totals = {0};
+    Progress progress = {
+        .label = "score",
+        .unit = "MB",
+        .quiet = !run->chatty || isatty(STDOUT_FILENO),
+        .wait_ms = SHORT_LOAD_MS,
+    };
+    const double start = time_ms();
+    int rc = input_read_file(&input, run->o.score_file, err);
+    for (size_t at = 0, number = 1, n; at < input.n && !rc; at += n + 1, number++) {
+        const char *line = input.data + at, *end = memchr(line, '\n', input.n - at);
+        n = end ? (size_t)(end - line) : input.n - at;
+        rc = score_line(&totals, run, line, n, err);
+        progress_show(&progress, (double)(at + n) * 1e-6, (double)input.n * 1e-6);
+        if (rc && rc != ERR_WRITE) {
+            char where[340];
+            snprintf(where, sizeof where, "%.300s:%zu", run->o.score_file, number);
+            error_prefix(err, where);
+        }
+    }
+    free(input.data);
+    progress_end(&progress);
+    if (!rc && run->chatty) {
+        fprintf(stderr, "protocol  %s; context prefilled but for its last token, the rest as in decode\n",
+                run->o.tokens                       ? "ids as they are"
+                : run->model.config.bos_id >= 0 ? "BOS before every context"
+                                                : "no BOS");
+        fprintf(stderr, "scored    %zu continuations, %zu tokens, %zu greedy; %.1f ms\n", totals.n_items,
+                totals.n_tokens, totals.n_greedy, time_ms() - start);
+    }
+    if (!rc && run->chatty && totals.n_cut > 0) {
+        fprintf(stderr, "warning   %zu contexts were too long for %d tokens and lost their beginning\n",
+                totals.n_cut, run->model.seq_len);
+    }
+    return rc;
+}
+
+static void print_bench_row(const BenchRow *r, double ceiling) {
+    char reached[16] = "-", share[16] = "n/a", energy[16] = "n/a";
+    if (isfinite(r->dp_reached)) {
+        snprintf(reached, sizeof reached, "%.3f", r->dp_reached);
+    }
+    if (isfinite(ceiling)) {
+        snprintf(share, sizeof share, "%.0f %%", 100 * r->gb_s / ceiling);
+    }
+    if (isfinite(r->joules_per_token)) {
+        snprintf(energy, sizeof energy, "%.3g", r->joules_per_token);
+    }
+    printf("%-9s  %5.3f  %4.2f  %7s  %6d  %5d  ", r->tiled ? "tiled-cbc" : "dense", r->sp, r->dp_asked, reached,
+           r->n_prompt, r->n_prompt + r->n_new);
+    printf("%9.2f  %8.1f  %8.3f  %8.3f  %8.3f  ", r->timing.ttft_ms, r->timing.prefill_tok_s,
+           r->timing.tpot_median_ms, r->timing.tpot_p99_ms, r->step_min_ms);
+    printf("%10s  %7.1f  %5s  %7s\n", size_text(r->bytes_per_token).text, r->gb_s, share, energy);
+}
+
+static void print_bench(const Run *run, const Bench *b, double ceiling) {
+    printf("%s; read ceiling ", run->be->device);
+    printf(isfinite(ceiling) ? "%.1f GB/s\n" : "n/a (no room to measure it)\n", ceiling);
+    printf("random ids as prompt, greedy, %d new tokens, end of sequence ignored; one generation of each row warms "
+           "up and is not counted, then %d are:\n"
+           "TTFT: their median; TPOT: median of all their steps; GB/s: at the median; ceil.: share of the ceiling "
+           "(above 100 %% where weights stay in a cache)\n",
+           b->rows[0].n_new, BENCH_REPEATS);
+    printf("%-9s  %5s  %4s  %7s  %6s  %5s  ", "storage", "SP", "DP", "reached", "prompt", "depth");
+    printf("%9s  %8s  %8s  %8s  %8s  ", "TTFT ms", "tok/s", "TPOT ms", "p99", "min");
+    printf("%10s  %7s  %5s  %7s\n", "read/token", "GB/s", "ceil.", "J/token");
+    for (int i = 0; i < b->n_rows; i++) {
+        print_bench_row(&b->rows[i], ceiling);
+    }
+}
+
+static cJSON *bench_row_json(const Run *run, const BenchRow *r, double ceiling) {
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "storage", r->tiled ? "tiled-cbc" : "dense");
+    add_figure(json, "sp", r->sp);
+    add_figure(json, "dp_asked", r->dp_asked);
+    add_figure(json, "dp_reached", r->dp_reached);
+    add_figure(json, "total", r->total);
+    add_figure(json, "prefill_tokens", r->n_prompt);
+    add_figure(json, "decode_tokens", r->n_new);
+    add_figure(json, "repeats", BENCH_REPEATS);
+    add_figure(json, "ttft_ms", r->timing.ttft_ms);
+    add_figure(json, "prefill_tok_s", r->timing.prefill_tok_s);
+    add_figure(json, "tpot_ms", r->timing.tpot_ms);
+    add_figure(json, "tpot_median_ms", r->timing.tpot_median_ms);
+    add_figure(json, "tpot_p99_ms", r->timing.tpot_p99_ms);
+    add_figure(json, "tpot_min_ms", r->step_min_ms);
+    add_figure(json, "decode_tok_s", r->timing.decode_tok_s);
+    add_figure(json, "bytes_per_token", r->bytes_per_token);
+    add_figure(json, "gb_s", r->gb_s);
+    add_figure(json, "ceiling_gb_s", ceiling);
+    add_figure(json, "share_of_ceiling", r->gb_s / ceiling);
+    add_figure(json, "joules_per_token", r->joules_per_token);
+    cJSON_AddStringToObject(json, "backend", run->be->name);
+    cJSON_AddStringToObject(json, "device", run->be->device);
+    return json;
+}
+
+static int bench_loaded(Bench *b, Run *run, Error *err) {
+    const Options *o = &run->o;
+    BenchPlan plan = {
+        .prompts = {128, 2048},
+        .n_prompts = 2,
+        .n_new = o->generate.n_new,
+        .dp = {{0, 0}, {0.3, 0.3}, {BENCH_DP, BENCH_DP}},
+        .n_dp = 3,
+        .dp_by_site = o->dp_by_site,
+        .seed = o->seed_given ? o->generate.sample.seed : 0,
+    };
+    if (o->prompt_tokens) {
+        plan.prompts[0] = o->prompt_tokens;
+        plan.n_prompts = 1;
+    }
+    if (!isnan(o->dp.mlp) || !isnan(o->dp.attn)) {
+        plan.dp[0] = o->dp;
+        plan.n_dp = 1;
+    }
+    Progress progress = {.label = "bench", .unit = "generations", .quiet = !run->chatty, .wait_ms = SHORT_LOAD_MS};
+    return bench_model(b, &run->model, &run->ck, o->synthetic.shape ? &run->synthetic : NULL,
+                       file_sparsity(&run->ck), &plan, &progress, err);
+}
+
+static void unload(Run *run);
+static int set_up(Run *run, Error *err);
+
+/* The dense model of the same shape in the place of the pruned one. */
+static int bench_dense(Bench *b, Run *run, Error *err) {
+    unload(run);
+    run->o.synthetic.sp = 0;
+    run->o.synthetic.dp = 0;
+    run->o.dp = (Ratios){NAN, NAN};
+    run->o.dp_by_site = false;
+    const int rc = set_up(run, err);
+    return rc ? rc : bench_loaded(b, run, err);
+}
+
+static int bench_all(Run *run, Error *err) {
+    Bench b = {0};
+    const double ceiling = run->be->read_ceiling(run->be);
+    int rc = bench_loaded(&b, run, err);
+    if (!rc && run->o.synthetic.shape && b.rows[0].tiled) {
+        rc = bench_dense(&b, run, err);
+    }
+    if (rc) {
+        return rc;
+    }
+    print_bench(run, &b, ceiling);
+    if (!run->json) {
+        return OK;
+    }
+    cJSON *rows = cJSON_CreateArray();
+    for (int i = 0; i < b.n_rows; i++) {
+        cJSON_AddItemToArray(rows, bench_row_json(run, &b.rows[i], ceiling));
+    }
+    return write_json_line(run, rows, err);
+}
+
+static int chat(Run *run, Error *err) {
+    const Options *o = &run->o;
+    TemplateKind format = o->format_given ? o->format : TEMPLATE_PLAIN;
+    const char *whose = o->format_given                      ? "asked"
+                        : chat_template_of(&format, &run->ck) ? "from the file"
+                                                             : "(the file names none)";
+    if (run->chatty) {
+        fprintf(stderr, "chat      template %s %s, context %d, seed %llu; /help lists the commands\n",
+                template_name(format), whose, run->model.seq_len, (unsigned long long)o->generate.sample.seed);
+    }
+    const ChatOptions options = {
+        .format = format,
+        .system = o->system,
+        .generate = o->generate,
+        .stops = o->stops,
+        .n_stops = o->n_stops,
+        .stats = o->stats,
+        .quiet = !run->chatty,
+    };
+    return chat_run(&run->model, run->tokenizer, &options, err);
 }
 
 /* ---- set-up -------------------------------------------------------------------------------------------------------- */
@@ -549,13 +1060,84 @@ static int load_tokenizer(Run *run, Error *err) {
     if (s && !tokenizer_load(&run->tokenizer, checkpoint_bytes(&run->ck, s), s->bytes, reason, sizeof reason)) {
         return error_set(err, ERR_FORMAT, "%.200s: tokenizer: %s", run->o.model, reason);
     }
-    if (!s && !run->o.tokens) {
+    if (!s && !run->o.tokens && !run->o.bench) {
         return error_set(err, ERR_USAGE, "%.200s has no tokenizer: give token ids with --tokens", run->o.model);
     }
     if (!s && run->o.n_stops > 0) {
         return error_set(err, ERR_USAGE, "--stop needs a tokenizer, and %.200s has none", run->o.model);
     }
     return OK;
+}
+
+/* What a model comes from: a file, or nothing but a shape. */
+static int open_model(Run *run, Error *err) {
+    const Options *o = &run->o;
+    if (o->synthetic.shape) {
+        const int rc = synthetic_open(&run->synthetic, &o->synthetic, err);
+        run->ck = run->synthetic.ck;
+        return rc;
+    }
+    int rc = checkpoint_open(&run->ck, o->model, err);
+    if (!rc && o->verify && (rc = checkpoint_verify(&run->ck, err))) {
+        error_prefix(err, o->model);
+    }
+    return rc ? rc : load_tokenizer(run, err);
+}
+
+/* The weights on the backend, if there is room. */
+static int load_model(Run *run, Error *err) {
+    const Options *o = &run->o;
+    const bool synthetic = o->synthetic.shape != NULL, ppl = o->ppl_file != NULL;
+    const bool all_logits = ppl || o->score_file;
+    // Perplexity needs a cache of one window, however long the model's context is.
+    const int context = ppl ? (o->ppl.window ? o->ppl.window : run->ck.config.seq_len) : o->context;
+    const Checkpoint *ck = synthetic ? &run->synthetic.ck : &run->ck;
+    Progress progress = {
+        .label = synthetic ? "making" : "loading",
+        .unit = "MB",
+        .quiet = !run->chatty,
+        .wait_ms = SHORT_LOAD_MS,
+    };
+    const WeightSource source =
+        synthetic ? weights_of_synthetic(&run->synthetic, &progress) : weights_of_file(&progress);
+    MemoryPlan plan = {0};
+    int rc = model_plan(&plan, ck, run->be, context, all_logits, &source, err);
+    if (plan.context > 0 && run->chatty && o->verbose) {
+        fprintf(stderr, "memory    plan: %s\n", plan_text(&plan).text);
+    }
+    rc = rc ? rc : model_load_from(&run->model, ck, run->be, context, all_logits, &source, err);
+    progress_end(&progress);
+    return rc;
+}
+
+/* The prompt of random weights: a file's ids or random ones. */
+static int make_prompt(Run *run, Error *err) {
+    const Options *o = &run->o;
+    Ids *ids = &run->random_prompt;
+    if (o->file) {
+        Bytes input = {0};
+        int rc = input_read_file(&input, o->file, err);
+        rc = rc ? rc : ids_from_input(ids, run, &input, o->file, false, err);
+        free(input.data);
+        return rc;
+    }
+    ids->n = (size_t)o->prompt_tokens;
+    ids->ids = memory_alloc(ids->n * sizeof *ids->ids);
+    if (!ids->ids) {
+        return error_set(err, ERR_MEMORY, "no memory for %zu ids", ids->n);
+    }
+    random_ids(ids->ids, ids->n, run->model.config.vocab_size, o->synthetic.seed);
+    return OK;
+}
+
+/* Thresholds for random weights are measured here and now, where decoding will take place. */
+static int calibrate_synthetic(Run *run, Error *err) {
+    const Options *o = &run->o;
+    Progress progress = {.label = "thresholds", .unit = "tokens", .quiet = !run->chatty, .wait_ms = SHORT_LOAD_MS};
+    const int rc = synthetic_calibrate(&run->synthetic, &run->model, &run->random_prompt, o->generate.n_new, &progress,
+                                       err);
+    run->ck = run->synthetic.ck;  // which now has all sizes, and the quantiles
+    return rc;
 }
 
 /* Choose the thresholds and put them in force. */
@@ -576,8 +1158,10 @@ static void report_dp(const Run *run) {
     } else {
         fprintf(stderr, "dynamic   mlp %.4g, attn %.4g", t->ratios.mlp, t->ratios.attn);
     }
-    fprintf(stderr, " %s", given ? "asked" : checkpoint_find(&run->ck, SECTION_QUANTILES, -1) ? "from the file"
-                                                                                             : "(the file has no quantiles)");
+    fprintf(stderr, " %s", given                                                        ? "asked"
+                            : checkpoint_find(&run->ck, SECTION_QUANTILES, -1) ? "from the file"
+                            : run->o.synthetic.shape                           ? "unless asked"
+                                                                               : "(the file has no quantiles)");
     const char *before = "; stored dense, skips nothing: ";
     for (int site = 0; site < N_DP_SITES; site++) {
         if (t->n_tiled[site] == 0 && thresholds_asked(t, (Site)site) > 0) {
@@ -588,53 +1172,71 @@ static void report_dp(const Run *run) {
     fputc('\n', stderr);
 }
 
-static int set_up(Run *run, Error *err) {
-    const Options *o = &run->o;
-    const double start = time_ms();
-    const bool ppl = o->ppl_file != NULL;
-    int rc = checkpoint_open(&run->ck, o->model, err);
-    if (!rc && o->verify && (rc = checkpoint_verify(&run->ck, err))) {
-        error_prefix(err, o->model);
-    }
-    rc = rc ? rc : load_tokenizer(run, err);
-    Error note = {0};
-    rc = rc ? rc
-            : backend_open(&run->be, o->backend, o->device, getenv("SPDP_NO_GRAPH") == NULL, o->n_threads, getenv("SPDP_ISA"),
-                           &note, err);
-    // Perplexity needs a cache of one window, however long the model's context is.
-    const int context = ppl ? (o->ppl.window ? o->ppl.window : run->ck.config.seq_len) : o->context;
-    rc = rc ? rc : model_load(&run->model, &run->ck, run->be, context, ppl, err);
-    rc = rc ? rc : set_thresholds(run, err);
-    if (rc) {
-        return rc;
-    }
-    if (o->json) {
-        run->json = strcmp(o->json, "-") == 0 ? stderr : fopen(o->json, "w");
+static int open_json(Run *run, Error *err) {
+    const char *path = run->o.json;
+    if (path && !run->json) {
+        run->json = strcmp(path, "-") == 0 ? stderr : fopen(path, "w");
         if (!run->json) {
-            return error_set(err, ERR_WRITE, "%.300s: %s", o->json, strerror(errno));
+            return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
         }
-    }
-    run->chatty = !o->quiet && run->json != stderr;
-    if (run->chatty && note.code) {
-        fprintf(stderr, "note      %s; using the CPU\n", note.text);
-    }
-    if (run->chatty) {
-        fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse; loaded in %.0f ms%s\n",
-                run->be->device, o->model, size_text((double)run->ck.bytes).text, 100 * file_sparsity(&run->ck),
-                time_ms() - start, o->verify ? ", checksums verified" : "");
-        report_dp(run);
     }
     return OK;
 }
 
-static void tear_down(Run *run) {
-    thresholds_free(&run->thresholds);
+static int set_up(Run *run, Error *err) {
+    const Options *o = &run->o;
+    const double start = time_ms();
+    int rc = open_model(run, err);
+    Error note = {0};
+    rc = rc ? rc
+            : backend_open(&run->be, o->backend, o->device, getenv("SPDP_NO_GRAPH") == NULL, o->n_threads, getenv("SPDP_ISA"),
+                           &note, err);
+    rc = rc ? rc : open_json(run, err);
+    run->chatty = !o->quiet && run->json != stderr;
+    rc = rc ? rc : load_model(run, err);
+    const double loaded_ms = time_ms() - start;
+    if (!rc && o->synthetic.shape && !o->bench) {
+        rc = make_prompt(run, err);
+        rc = rc ? rc : calibrate_synthetic(run, err);
+    }
+    rc = rc || o->bench ? rc : set_thresholds(run, err);  // --bench sets one after the other
+    if (rc) {
+        return rc;
+    }
+    if (!o->ppl_file && !o->score_file) {
+        model_rehearse(&run->model);
+    }
+    if (run->chatty && note.code) {
+        fprintf(stderr, "note      %s; using the CPU\n", note.text);
+    }
+    if (run->chatty) {
+        fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse; %s in %.0f ms%s\n", run->be->device,
+                o->model, size_text((double)run->ck.bytes).text, 100 * file_sparsity(&run->ck),
+                o->synthetic.shape ? "made" : "loaded", loaded_ms, o->verify ? ", checksums verified" : "");
+        if (!o->bench) {
+            report_dp(run);
+        }
+    }
+    return OK;
+}
+
+/* The model and the backend that holds it. */
+static void unload(Run *run) {
     model_free(&run->model);
     if (run->be) {
         run->be->free(run->be);
+        run->be = NULL;
     }
-    tokenizer_free(run->tokenizer);
     checkpoint_close(&run->ck);
+    synthetic_close(&run->synthetic);
+}
+
+static void tear_down(Run *run) {
+    thresholds_free(&run->thresholds);
+    unload(run);
+    tokenizer_free(run->tokenizer);
+    free(run->random_prompt.ids);
+    logprobs_free(&run->logprobs);
     if (run->json && run->json != stderr) {
         fclose(run->json);
     }
@@ -648,7 +1250,12 @@ int main(int argc, char **argv) {
     int rc = parse_arguments(&run.o, &done, argc, argv, &err);
     if (!rc && !done) {
         rc = set_up(&run, &err);
-        rc = rc ? rc : run.o.ppl_file ? measure_perplexity(&run, &err) : answer_all(&run, &err);
+        rc = rc                 ? rc
+             : run.o.ppl_file   ? measure_perplexity(&run, &err)
+             : run.o.score_file ? score_all(&run, &err)
+             : run.o.bench      ? bench_all(&run, &err)
+             : run.o.chat       ? chat(&run, &err)
+                                : answer_all(&run, &err);
         tear_down(&run);
     }
     if (!rc && fflush(stdout) != 0) {
