@@ -21,7 +21,7 @@ WARN = -Wall -Wextra -Wshadow -Wvla -Werror
 CFLAGS = -std=c11 -D_GNU_SOURCE $(OPT) -g -fopenmp $(SANITIZE) $(WARN) -Wstrict-prototypes -Wmissing-prototypes
 CXXFLAGS = -std=c++17 $(OPT) -g $(SANITIZE) $(WARN)
 LDFLAGS = -fopenmp $(SANITIZE) $(if $(RPATH),-Wl$(comma)-rpath$(comma)'$$ORIGIN/lib:$$ORIGIN/../lib')
-LDLIBS = -lsentencepiece -lcjson -lxxhash -llapacke -llapack -lblas -lstdc++ -lm $(CUDA_LIBS)
+LDLIBS = -lsentencepiece -lcjson -ledit -lxxhash -llapacke -llapack -lblas -lstdc++ -lm $(CUDA_LIBS)
 
 # ---- what is here -----------------------------------------------------------------------------------
 
@@ -64,13 +64,13 @@ endif
 
 # Every source but the programs' own makes one library, which programs and tests link.
 PROGRAMS = run.c export/convert.c
-SOURCES = $(filter-out $(PROGRAMS) kernels/cpu_kernels.c, $(wildcard kernels/*.c model/*.c export/*.c tokenizer/*.c))
+SOURCES = $(filter-out $(PROGRAMS) kernels/cpu_kernels.c, $(wildcard kernels/*.c model/*.c export/*.c tokenizer/*.c chat/*.c))
 OBJECTS = $(SOURCES:%=$(BUILD)/%.o) $(BUILD)/tokenizer/tokenizer.cc.o $(ISAS:%=$(BUILD)/kernels/cpu_kernels.%.o) \
 	$(CUDA_SOURCES:%=$(BUILD)/%.o)
 LIBRARY = $(BUILD)/libspdp.a
 TESTS = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 
-.PHONY: all banner deps demo test test-debug debug clean help packages format test-golden bench
+.PHONY: all banner deps demo test test-debug debug clean help packages format test-golden bench quality best install uninstall lint
 .DEFAULT_GOAL := all
 
 all: banner $(BIN)/run $(BIN)/convert
@@ -92,9 +92,13 @@ help:
 	@echo "make test-debug   the tests with that build"
 	@echo "make fuzz         build the fuzz targets and replay their corpora (clang)"
 	@echo "make bench        CPU figures: encoder, decode"
-	@echo "make test-gpu     tests on a GPU; test-gpu-sanitize, gpu-bundle, bench-kernels: see tests/gpu/gpu.mk"
+	@echo "make test-gpu     tests on a GPU; test-gpu-sanitize, gpu-bundle: see tests/gpu/gpu.mk"
+	@echo "make bench-decode times of whole models on a GPU; bench-kernels: of the decode kernels"
 	@echo "make test-golden  the whole perplexity check against reference figures (minutes)"
+	@echo "make quality      perplexity over static and dynamic ratios (minutes to hours); make best: the best pair"
 	@echo "make format       clang-format"
+	@echo "make lint         clang-tidy and cppcheck"
+	@echo "make install      spdp-run, spdp-convert, their man pages and bash completion: PREFIX=, DESTDIR=; uninstall"
 	@echo "make clean"
 
 # ---- packages -----------------------------------------------------------------------------------------
@@ -108,6 +112,7 @@ need = @printf '\043include <$(1)>\n' | $(CXX) -E -x c++ - >/dev/null 2>&1 || \
 packages:
 	$(call need,sentencepiece_processor.h,libsentencepiece-dev)
 	$(call need,cjson/cJSON.h,libcjson-dev)
+	$(call need,histedit.h,libedit-dev)
 	$(call need,xxhash.h,libxxhash-dev)
 	$(call need,lapacke.h,liblapacke-dev)
 
@@ -159,6 +164,27 @@ DEBUG_BUILD = BUILD=build/debug BIN=build/debug OPT="-O1 -fno-omit-frame-pointer
 debug:
 	$(MAKE) $(DEBUG_BUILD)
 
+# ---- install -------------------------------------------------------------------------------------------------
+
+# The names are longer than here: a plain convert would hide ImageMagick's.
+PREFIX ?= /usr/local
+INSTALL_BIN = $(DESTDIR)$(PREFIX)/bin
+INSTALL_MAN = $(DESTDIR)$(PREFIX)/share/man/man1
+INSTALL_COMPLETION = $(DESTDIR)$(PREFIX)/share/bash-completion/completions
+
+install: all
+	install -d $(INSTALL_BIN) $(INSTALL_MAN) $(INSTALL_COMPLETION)
+	for program in run convert; do \
+	    install -m 755 $(BIN)/$$program $(INSTALL_BIN)/spdp-$$program && \
+	    install -m 644 man/$$program.1 $(INSTALL_MAN)/spdp-$$program.1 && \
+	    install -m 644 completion/spdp.bash $(INSTALL_COMPLETION)/spdp-$$program || exit 1; \
+	done
+
+uninstall:
+	for program in run convert; do \
+	    rm -f $(INSTALL_BIN)/spdp-$$program $(INSTALL_MAN)/spdp-$$program.1 $(INSTALL_COMPLETION)/spdp-$$program; \
+	done
+
 # ---- demo and tests -------------------------------------------------------------------------------------------
 
 demo: all
@@ -187,11 +213,29 @@ $(BUILD)/tests/bench/bench_cpu: tests/bench/bench_cpu.c $(LIBRARY)
 bench: $(BUILD)/tests/bench/bench_cpu
 	$<
 
+# What pruning costs in perplexity: see tests/quality/quality.sh for the settings (MODEL=, TEXT=, ...). Hours of one
+# core for a real model.
+quality best: all
+	BIN=$(BIN) tests/quality/quality.sh $(if $(filter best,$@),best,sweep)
+
 include tests/fuzz/fuzz.mk
 include tests/gpu/gpu.mk
 
+# Static analysis: .clang-tidy says which checks and why; tests/cppcheck.txt what cppcheck is wrong about.
+LINT_FLAGS = -std=c11 -D_GNU_SOURCE -fopenmp -DUSE_CUDA -DVERSION='"lint"'
+LINT_KERNELS = -DCPU_KERNELS=cpu_kernels_portable -DCPU_KERNELS_NAME='"portable"'
+lint:
+	@command -v clang-tidy cppcheck >/dev/null || { echo "install clang-tidy and cppcheck" >&2; exit 1; }
+	printf '%s\n' $(filter-out kernels/util.c,$(PROGRAMS) $(SOURCES)) | \
+	    xargs -P $(or $(JOBS),2) -I FILE clang-tidy --quiet FILE -- $(LINT_FLAGS) -include tests/lint.h
+	clang-tidy --quiet kernels/util.c -- $(LINT_FLAGS)
+	clang-tidy --quiet kernels/cpu_kernels.c -- $(LINT_FLAGS) $(LINT_KERNELS)
+	clang-tidy --quiet tokenizer/tokenizer.cc -- -std=c++17
+	cppcheck --quiet --error-exitcode=1 --enable=warning,performance,portability --std=c11 -D_GNU_SOURCE \
+	    -DVERSION='"lint"' --suppressions-list=tests/cppcheck.txt $(PROGRAMS) $(SOURCES)
+
 format:
-	clang-format -i $(wildcard *.c kernels/*.[ch] model/*.[ch] export/*.[ch] tokenizer/*.[ch] tokenizer/*.cc tests/*.[ch])
+	clang-format -i $(wildcard *.c kernels/*.[ch] model/*.[ch] export/*.[ch] tokenizer/*.[ch] tokenizer/*.cc chat/*.[ch] tests/*.[ch])
 
 clean:
 	rm -rf build run convert
