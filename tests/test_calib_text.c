@@ -110,6 +110,7 @@ static void no_more_tokens_are_taken_than_asked_for(void **state) {
     free(bytes);
 }
 
+/* cases.md row 24: documents too short for a sequence are joined. */
 static void documents_of_json_lines_begin_with_bos(void **state) {
     (void)state;
     CalibText text;
@@ -171,6 +172,7 @@ static void token_ids_are_taken_as_they_are(void **state) {
     expect_refusal(ERR_FORMAT, "position 7", ".tok", ids, sizeof ids, (CalibParams){0});
 }
 
+/* cases.md row 24: an empty file, a few words, a missing file. */
 static void too_little_text_is_refused_with_the_minimum(void **state) {
     (void)state;
     char *bytes = repeat(sentence, 300);
@@ -191,6 +193,7 @@ static void too_little_text_is_refused_with_the_minimum(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 24: calibration needs no file at all. */
 static void the_shipped_text_needs_no_path(void **state) {
     (void)state;
     CalibText text;

@@ -171,6 +171,7 @@ the_main_job_prints_text_and_its_speed() {
 }
 t the_main_job_prints_text_and_its_speed
 
+# cases.md row 48.
 row_48_stdout_has_the_generated_text_alone() {
     succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0
     [ "$(head -c ${#next_text} "$s/out")" = "$next_text" ]
@@ -183,6 +184,7 @@ row_48_stdout_has_the_generated_text_alone() {
 }
 t row_48_stdout_has_the_generated_text_alone
 
+# cases.md row 48.
 row_48_q_is_silent_and_v_says_more() {
     succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 -q
     cmp "$s/out" "$s/once.out"
@@ -194,6 +196,7 @@ row_48_q_is_silent_and_v_says_more() {
 }
 t row_48_q_is_silent_and_v_says_more
 
+# cases.md row 48.
 row_48_a_reader_that_leaves_ends_the_run_quietly() {
     { run "$s/dense.bin" -p "$once" -n 400 -t 0 --ignore-eos -q 2>"$s/err" || echo $? >"$s/status"; } |
         head -c 1 >"$s/out"
@@ -203,6 +206,7 @@ row_48_a_reader_that_leaves_ends_the_run_quietly() {
 }
 t row_48_a_reader_that_leaves_ends_the_run_quietly
 
+# cases.md row 48.
 row_48_output_that_cannot_be_written_is_a_failure() {
     [ -w /dev/full ] || skip_test 'no /dev/full'
     full='exec "$@" >/dev/full'
@@ -212,7 +216,7 @@ row_48_output_that_cannot_be_written_is_a_failure() {
 }
 t row_48_output_that_cannot_be_written_is_a_failure
 
-# Beyond ulimit -f a process gets a signal, which must not end it before it has said why.
+# cases.md row 48. Beyond ulimit -f a process gets a signal, which must not end it before it has said why.
 row_48_a_full_disk_is_a_failure_of_run() {
     status 1 sh -c 'ulimit -f 1 && exec "$@"' sh run "$s/dense.bin" -p "$once" -n 400 -t 0 --ignore-eos -q
     grep -q 'standard output: File too large' "$s/err"
@@ -236,6 +240,7 @@ a_seed_gives_the_same_bytes() {
 }
 t a_seed_gives_the_same_bytes
 
+# cases.md row 37.
 row_37_narrow_sampling_is_greedy() {
     for narrow in '-t 0' '-t 1e-8' '--top-k 1' '--top-p 1e-6' '-t 0 --top-k 5 --top-p 0.5'; do
         run "$s/dense.bin" -p "$once" -n 64 --seed 3 -q $narrow >"$s/out"
@@ -244,6 +249,7 @@ row_37_narrow_sampling_is_greedy() {
 }
 t row_37_narrow_sampling_is_greedy
 
+# cases.md row 37.
 row_37_a_number_that_is_not_finite_stops_the_run() {
     cp "$s/dense.bin" "$s/nan.bin"
     chmod u+w "$s/nan.bin"
@@ -273,6 +279,7 @@ several_prompts_are_answered_one_after_the_other() {
 }
 t several_prompts_are_answered_one_after_the_other
 
+# cases.md row 3: the prompt is BOS alone.
 empty_input_starts_from_bos() {
     greedy empty "$s/dense.bin" -p '' -n 8
     grep -q '^CHAPTER' "$s/empty"
@@ -287,6 +294,7 @@ prefill_tokens() {
     json prefill_tokens "$s/figures"
 }
 
+# cases.md row 6.
 stdin_with_nul_and_invalid_bytes_is_text() {
     printf 'ab\000\377\303c' >"$s/bytes"
     succeeds run "$s/dense.bin" -n 4 -t 0 -q <"$s/bytes"
@@ -295,6 +303,8 @@ stdin_with_nul_and_invalid_bytes_is_text() {
     from_file=$(prefill_tokens -f "$s/bytes")
     [ "$long" -gt "$short" ]
     [ "$long" -eq "$from_file" ]
+    printf 'a\377\303c' >"$s/bytes"  # an argument holds any byte but NUL
+    [ "$(prefill_tokens -p "$(cat "$s/bytes")")" -eq "$(prefill_tokens -f "$s/bytes")" ]
 }
 t stdin_with_nul_and_invalid_bytes_is_text
 
@@ -307,6 +317,7 @@ e_expands_escapes() {
 }
 t e_expands_escapes
 
+# cases.md rows 5 and 42.
 row_5_control_tokens_in_a_prompt_are_text() {
     succeeds run "$s/dense.bin" -p '<s>Hello</s>' -n 1 -t 0
     grep -q '^hint .*<s>' "$s/err"
@@ -315,6 +326,7 @@ row_5_control_tokens_in_a_prompt_are_text() {
 }
 t row_5_control_tokens_in_a_prompt_are_text
 
+# cases.md row 46.
 row_46_n_counts_new_tokens() {
     twenty='one two three four five six seven eight nine ten eleven twelve'
     for n in 5 1 0; do
@@ -330,6 +342,7 @@ row_46_n_counts_new_tokens() {
 }
 t row_46_n_counts_new_tokens
 
+# cases.md row 46.
 row_46_a_prompt_that_fills_the_context_says_so() {
     succeeds run "$s/dense.bin" -p "$once" -c 5
     [ ! -s "$s/out" ]
@@ -340,6 +353,7 @@ row_46_a_prompt_that_fills_the_context_says_so() {
 }
 t row_46_a_prompt_that_fills_the_context_says_so
 
+# cases.md row 49.
 row_49_no_time_per_token_for_fewer_than_two() {
     for n in 0 1; do
         succeeds run "$s/dense.bin" -p "$once" -n $n -t 0 --json "$s/figures"
@@ -357,6 +371,7 @@ t row_49_no_time_per_token_for_fewer_than_two
 
 # ---- run: where the text ends -----------------------------------------------------------------------------
 
+# cases.md row 40.
 row_40_every_eos_id_ends_the_text() {
     copy_demo "$s/new"
     sed 's/"eos_token_id": 2/"eos_token_id": [2, 4044]/' demo/config.json >"$s/new/config.json"
@@ -446,7 +461,8 @@ t perplexity_follows_the_protocol_asked_for
 # ---- run: figures -----------------------------------------------------------------------------------------
 
 keys='backend bytes_per_token ceiling_gb_s decode_tok_s decode_tokens device dp_asked dp_reached gb_s
-joules_per_token nll nll_stderr perplexity prefill_tok_s prefill_tokens seed sp stop_reason total
+joules_per_token logprobs nll nll_stderr overlap overlap_independent overlap_worst perplexity prefill_tok_s prefill_tokens seed
+sp stop_reason total
 tpot_median_ms tpot_ms tpot_p99_ms ttft_ms'
 
 # has_keys FILE NULLS: one line of JSON with every key, null exactly where listed.
@@ -460,17 +476,18 @@ has_keys() {
 
 json_has_every_key_and_null_where_there_is_no_figure() {
     run "$s/half.bin" -p "$once" -n 8 --seed 18446744073709551615 -q -b cpu --json "$s/figures" >"$s/out"
-    has_keys "$s/figures" 'ceiling_gb_s joules_per_token nll nll_stderr perplexity'
+    has_keys "$s/figures" 'ceiling_gb_s joules_per_token logprobs nll nll_stderr
+        overlap overlap_independent overlap_worst perplexity'
     [ "$(json seed "$s/figures")" = 18446744073709551615 ]
     [ "$(json backend "$s/figures")" = '"cpu"' ]
     same_number "$(json sp "$s/figures")" 0.5 1e-4
     [ "$(json dp_asked "$s/figures")" = 0 ]
     run "$s/dense.bin" -p "$once" -n 1 -q --json "$s/figures" >"$s/out"
-    has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s dp_reached gb_s joules_per_token nll
-        nll_stderr perplexity total tpot_median_ms tpot_ms tpot_p99_ms'
+    has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s dp_reached gb_s joules_per_token logprobs nll
+        nll_stderr overlap overlap_independent overlap_worst perplexity total tpot_median_ms tpot_ms tpot_p99_ms'
     run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/figures"
     has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s decode_tokens dp_reached gb_s
-        joules_per_token prefill_tok_s prefill_tokens seed stop_reason total tpot_median_ms tpot_ms
+        joules_per_token logprobs overlap overlap_independent overlap_worst prefill_tok_s prefill_tokens seed stop_reason total tpot_median_ms tpot_ms
         tpot_p99_ms ttft_ms'
 }
 t json_has_every_key_and_null_where_there_is_no_figure
@@ -478,7 +495,8 @@ t json_has_every_key_and_null_where_there_is_no_figure
 json_dash_is_alone_on_stderr() {
     succeeds run "$s/dense.bin" -p "$once" -n 64 -t 0 -v --json -
     cmp "$s/out" "$s/once.out"
-    has_keys "$s/err" 'ceiling_gb_s dp_reached joules_per_token nll nll_stderr perplexity total'
+    has_keys "$s/err" 'ceiling_gb_s dp_reached joules_per_token logprobs nll nll_stderr
+        overlap overlap_independent overlap_worst perplexity total'
     succeeds run "$s/dense.bin" -p "$once" -p "$once" -n 2 --json -
     [ "$(grep -c '^{.*}$' "$s/err")" -eq 2 ]
     [ "$(wc -l <"$s/err")" -eq 2 ]
@@ -487,6 +505,7 @@ t json_dash_is_alone_on_stderr
 
 # ---- run: machine -----------------------------------------------------------------------------------------
 
+# cases.md row 34.
 every_instruction_set_gives_the_text_or_says_why_not() {
     for isa in portable avx2 avx512 avx512vbmi2; do
         got=0
@@ -503,7 +522,7 @@ every_instruction_set_gives_the_text_or_says_why_not() {
 }
 t every_instruction_set_gives_the_text_or_says_why_not
 
-# Where there is no CUDA, asking for it says so; auto does without.
+# cases.md row 34. Where there is no CUDA, or no device to be seen, asking for it says so; auto does without.
 every_backend_gives_the_text_or_says_why_not() {
     for backend in auto cpu cuda; do
         got=0
@@ -516,21 +535,90 @@ every_backend_gives_the_text_or_says_why_not() {
             grep -q CUDA "$s/err"
         fi
     done
+    got=0
+    env CUDA_VISIBLE_DEVICES= run "$s/dense.bin" -p "$once" -b cuda -q >"$s/out" 2>"$s/err" || got=$?
+    [ $got -ne 0 ] && [ ! -s "$s/out" ] && [ "$(wc -l <"$s/err")" -eq 1 ]
+    grep -q CUDA "$s/err"
+    succeeds env CUDA_VISIBLE_DEVICES= run "$s/dense.bin" -p "$once" -n 64 -t 0
+    cmp "$s/out" "$s/once.out"
+    grep -q '^device .*CPU' "$s/err"
 }
 t every_backend_gives_the_text_or_says_why_not
 
+# cases.md row 35.
 row_35_a_long_context_is_not_allocated_unasked() {
     convert --synthetic 256:256:4:4:4:300:262144 "$s/long.bin" --sp 0.5 --dp 0 -q
     succeeds run "$s/long.bin" --tokens -f "$s/two.tok" -n 1 -v
     grep -q '^memory .*KV 16.8 MB' "$s/err"  # 4096 positions of 4 x 4 layers x 256
     ! sanitized || skip_test 'a sanitizer needs the address space that is limited here'
-    refuses 1 'KV cache of 262144 positions.*-c [0-9]* would fit' sh -c 'ulimit -v 800000 && exec "$@"' sh \
+    refuses 1 'context of 262144 needs .*KV 1.07 GB.* are free: -c [0-9]* would fit' sh -c 'ulimit -v 800000 && exec "$@"' sh \
         run "$s/long.bin" --tokens -f "$s/two.tok" -n 1 -q -b cpu -j 1 -c 262144
 }
 t row_35_a_long_context_is_not_allocated_unasked
 
+# ---- run: random weights ------------------------------------------------------------------------------------
+
+random_weights_run_without_a_file() {
+    shape=64:160:2:4:2:300:96
+    succeeds run --synthetic $shape --sp 0.5 --prune all --dp 0.5 --prompt-tokens 20 -n 30 -v -b cpu --json "$s/figures"
+    [ ! -s "$s/out" ]
+    grep -q '^memory *plan: weights .* + KV 24.6 kB + scratch .* = .* free$' "$s/err"
+    grep -q "^model *$shape, .*, 5[01]\.[0-9] % sparse; made in\|^model *$shape, .*, 49\.[0-9] % sparse; made in" "$s/err"
+    grep -q '^ *attention output .*of inputs (50 % asked)' "$s/err"
+    [ "$(json prefill_tokens "$s/figures")" = 20 ]
+    [ "$(json decode_tokens "$s/figures")" = 30 ]
+    [ "$(json stop_reason "$s/figures")" = '"length"' ]
+    [ "$(json seed "$s/figures")" = 0 ]
+    same_number "$(json sp "$s/figures")" 0.5 0.01
+    same_number "$(json dp_reached "$s/figures")" 0.5 0.03
+    # Dense where nothing is removed; a context longer than the shape's; the MLP alone unless told otherwise.
+    succeeds run --synthetic $shape --sp 0 -c 200 --prompt-tokens 150 -n -1 -q --json "$s/figures"
+    [ "$(json decode_tokens "$s/figures")" = 50 ]
+    [ "$(json dp_reached "$s/figures")" = null ]
+    refuses 2 'attn=0.5.*dense' run --synthetic $shape --dp attn=0.5 --prompt-tokens 5 -q
+    refuses 2 'prompt has 97 tokens.*96' run --synthetic $shape --dp 0.5 --prompt-tokens 97 -q
+}
+t random_weights_run_without_a_file
+
+random_weights_follow_the_seed() {
+    ids() {
+        succeeds run --synthetic 64:160:2:4:2:300:96 --sp 0.4 --tokens -n 40 -q "$@"
+        [ "$(wc -w <"$s/out")" -eq 40 ]
+    }
+    ids -t 0 && cp "$s/out" "$s/new.a"
+    ids -t 0 --seed 0 -j 1 && cmp "$s/out" "$s/new.a"
+    ids -t 0 --seed 1 && differ "$s/out" "$s/new.a"
+    ids -t 0 -f "$s/two.tok" && differ "$s/out" "$s/new.a"
+}
+t random_weights_follow_the_seed
+
+run_refuses_wrong_random_weights() {
+    refuses_each 2 run --synthetic 64:160:2:4:2:300:96 <<END
+takes the place of MODEL|$s/dense.bin
+--sp 1.5|--sp 1.5
+--sp -0.1|--sp -0.1
+--prune some|--prune some
+--prompt-tokens 0|--prompt-tokens 0
+tokenizer|-p Once
+tokenizer|--stop x
+tokenizer|-f $s/once.txt
+one prompt|--tokens -f $s/two.tok --prompt-tokens 5
+--ppl|--ppl $s/once.txt
+--verify|--verify
+END
+    refuses_each 2 run "$s/dense.bin" -p Once <<'END'
+--sp goes with --synthetic|--sp 0.5
+--prune goes with --synthetic|--prune all
+--prompt-tokens goes with --synthetic|--prompt-tokens 5
+END
+    refuses 2 'llama2-8b' run --synthetic llama2-8b
+    refuses 1 '41:60.*multiple' run --synthetic 41:60:2:4:2:100:48
+}
+t run_refuses_wrong_random_weights
+
 # ---- run: refusals ----------------------------------------------------------------------------------------
 
+# cases.md rows 37 and 46: what is not a number, or not one that makes sense.
 run_refuses_wrong_arguments() {
     refuses_each 2 run "$s/dense.bin" -p "$once" <<'END'
 -n abc|-n abc
@@ -575,6 +663,7 @@ END
 }
 t run_refuses_wrong_arguments
 
+# cases.md rows 15 and 17.
 run_refuses_what_is_no_model_file() {
     head -c "$(($(wc -c <"$s/dense.bin") / 2))" "$s/dense.bin" >"$s/cut.bin"
     { cat "$s/dense.bin" && echo x; } >"$s/longer.bin"
@@ -596,6 +685,7 @@ run_refuses_files_that_cannot_be_used() {
 }
 t run_refuses_files_that_cannot_be_used
 
+# cases.md row 15.
 verify_finds_a_damaged_value() {
     succeeds run "$s/half.bin" -p "$once" -n 1 --verify
     grep -q 'checksums verified' "$s/err"
@@ -608,6 +698,7 @@ t verify_finds_a_damaged_value
 
 # ---- convert: sources -------------------------------------------------------------------------------------
 
+# cases.md row 17, G2.
 stories260k_is_told_byte_for_byte() {
     [ -r "$stories/stories260K.bin" ] || skip_test "$stories absent"
     printf '%s' "Once upon a time, there was a little girl named Lily. She loved to play outside in the " \
@@ -629,6 +720,7 @@ Lily didn't want to help her mom, so she" >"$s/published"
 }
 t stories260k_is_told_byte_for_byte
 
+# cases.md rows 9 and 16: a directory is no tokenizer, tokenizer.json alone is not enough.
 convert_refuses_incomplete_sources() {
     refuses 1 none convert "$s/none" "$s/new.bin" -q
     refuses 1 once.txt convert "$s/once.txt" "$s/new.bin" -q
@@ -637,6 +729,9 @@ convert_refuses_incomplete_sources() {
     copy_demo "$s/new"
     rm "$s/new/tokenizer.model"
     refuses 1 'tokenizer.model.*--tokenizer' convert "$s/new" "$s/new.bin" -q
+    echo '{}' >"$s/new/tokenizer.json"
+    refuses 1 'tokenizer.model.*--tokenizer' convert "$s/new" "$s/new.bin" -q
+    refuses 1 "$s/new: " convert "$s/new" "$s/new.bin" --tokenizer "$s/new" -q
     succeeds convert "$s/new" "$s/with.bin" --tokenizer demo/tokenizer.model $plain -q
     rm "$s/new/model.safetensors"
     refuses 1 safetensors convert "$s/new" "$s/new.bin" --no-tokenizer -q
@@ -648,6 +743,7 @@ convert_refuses_incomplete_sources() {
 }
 t convert_refuses_incomplete_sources
 
+# cases.md row 15.
 convert_names_a_missing_shard() {
     copy_demo "$s/new"
     mv "$s/new/model.safetensors" "$s/new/model-00001-of-00002.safetensors"
@@ -673,12 +769,14 @@ convert_replaces_a_file_only_when_forced() {
 }
 t convert_replaces_a_file_only_when_forced
 
+# cases.md row 15.
 row_15_a_full_disk_leaves_no_file() {
     refuses 1 full.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/full.bin" $plain -q
     absent full.bin
 }
 t row_15_a_full_disk_leaves_no_file
 
+# cases.md row 15.
 row_15_a_full_disk_leaves_the_old_file() {
     echo precious >"$s/old.bin"
     refuses 1 old.bin sh -c 'ulimit -f 4000 && exec "$@"' sh convert demo "$s/old.bin" $plain --force -q
@@ -686,6 +784,84 @@ row_15_a_full_disk_leaves_the_old_file() {
     [ "$(find "$s" -name 'old.bin*' | wc -l)" -eq 1 ]
 }
 t row_15_a_full_disk_leaves_the_old_file
+
+# cases.md row 20: 101 MB of weights in 48 layers, of which one matrix at a time is held. A sanitizer holds more.
+row_20_conversion_takes_the_memory_of_a_matrix() {
+    ! sanitized || skip_test 'a sanitizer takes memory of its own'
+    succeeds convert --synthetic 256:1024:48:4:4:300:64 "$s/deep.bin" --sp 0.5 --prune all $plain -j 1
+    rm "$s/deep.bin"
+    peak=$(sed -n 's/^done .*peak memory \([0-9.]*\) MB.*/\1/p' "$s/err")
+    awk -v peak="$peak" 'BEGIN { exit !(peak > 1 && peak < 40) }'
+}
+t row_20_conversion_takes_the_memory_of_a_matrix
+
+# ---- convert: interruption --------------------------------------------------------------------------------
+
+# interrupted STATUS SIGNAL PATTERN WORDS: convert gets the signal when a line of its messages matches, and ends with
+# that status; its messages are in $s/err.
+interrupted() {
+    want=$1 signal=$2 pattern=$3 got=0
+    shift 3
+    rm -f "$s/fifo" "$s/err"
+    mkfifo "$s/fifo"
+    convert "$@" 2>"$s/fifo" &
+    while IFS= read -r line; do
+        echo "$line" >>"$s/err"
+        if [ -n "$signal" ] && echo "$line" | grep -q "$pattern"; then
+            kill -"$signal" $!
+            signal=
+        fi
+    done <"$s/fifo"
+    wait $! || got=$?
+    [ "$got" -eq "$want" ]
+}
+
+an_interrupted_conversion_goes_on() {
+    for case in 'wanda TERM 143 2' 'wanda KILL 137 4' 'sparsegpt HUP 129 0' 'sparsegpt KILL 137 3'; do
+        # shellcheck disable=SC2086
+        set -- $case
+        options="--sp 0.5 --calib-tokens 1024 --dp 0 --method $1"
+        [ -e "$s/whole-$1.bin" ] || convert demo "$s/whole-$1.bin" $options -q
+        interrupted $3 $2 "^layer $4 " demo "$s/new.bin" $options
+        [ ! -e "$s/new.bin" ] && [ -e "$s/new.bin.partial" ] && [ -e "$s/new.bin.partial.state" ]
+        [ $2 = KILL ] ||
+            grep -q "^convert: interrupted after [1-8] of 8 layers; the same command with --resume goes on" "$s/err"
+        succeeds convert demo "$s/new.bin" $options --resume
+        grep -q '^resume *after [1-8] of 8 layers$' "$s/err"
+        lacks "^layer $4 " "$s/err"
+        cmp "$s/new.bin" "$s/whole-$1.bin"
+        [ "$(find "$s" -name 'new.bin*' | wc -l)" -eq 1 ]
+        rm "$s/new.bin"
+    done
+}
+t an_interrupted_conversion_goes_on
+
+nothing_stays_where_nothing_can_be_resumed() {
+    interrupted 143 TERM '^layer 7 ' demo "$s/new.bin" --method magnitude --calib-tokens 8192
+    grep -q '^convert: interrupted; nothing is kept$' "$s/err"
+    absent new.bin
+}
+t nothing_stays_where_nothing_can_be_resumed
+
+resume_refuses_what_it_cannot_go_on_with() {
+    options='--calib-tokens 1024 --dp 0'
+    refuses 1 'new.bin.partial.*nothing to resume' convert demo "$s/new.bin" $options --resume -q
+    refuses 2 '--resume goes with' convert demo "$s/new.bin" $plain --resume -q
+    absent new.bin
+    interrupted 137 KILL '^layer 3 ' demo "$s/new.bin" $options
+    refuses 2 'SOURCE is not the same' convert "$PWD/demo" "$s/new.bin" $options --resume -q
+    refuses 2 '--sp is not the same' convert demo "$s/new.bin" $options --sp 0.4 --resume -q
+    refuses 2 'calibration text' convert demo "$s/new.bin" $options --calib-len 100 --resume -q
+    succeeds convert demo "$s/new.bin" $options
+    grep -q '^note *--resume would have gone on after [4-7] of 8 layers; this starts anew$' "$s/err"
+    [ "$(find "$s" -name 'new.bin*' | wc -l)" -eq 1 ]
+    interrupted 137 KILL '^layer 3 ' demo "$s/new.bin" $options --force
+    patch "$s/new.bin.partial.state" 300 '\125\252'
+    refuses 1 'state: is damaged' convert demo "$s/new.bin" $options --force --resume -q
+    succeeds convert demo "$s/new.bin" $plain --force -q
+    [ "$(find "$s" -name 'new.bin*' | wc -l)" -eq 1 ]
+}
+t resume_refuses_what_it_cannot_go_on_with
 
 # ---- convert: pruning and storage -------------------------------------------------------------------------
 
@@ -728,6 +904,7 @@ sp_prunes_what_it_names() {
 }
 t sp_prunes_what_it_names
 
+# cases.md row 12: eps, theta and head_dim are in the file.
 info_shows_config_sparsity_ratio_and_provenance() {
     convert demo "$s/all.bin" --sp 0.5 --prune all $plain -q
     succeeds convert --info "$s/all.bin"
@@ -756,7 +933,7 @@ formats() {
 }
 t formats
 
-# 2 (1 - s) bytes of values and 1/8 byte of bitmap a weight, then offsets and the padding of columns, which
+# cases.md row 27. 2 (1 - s) bytes of values and 1/8 byte of bitmap a weight, then offsets and the padding of columns, which
 # are 0.05 at most.
 row_27_bytes_a_weight_follow_the_sparsity() {
     shape=256:1024:1:4:4:300:64
@@ -787,6 +964,7 @@ nll() {
 
 below() { awk -v a="$1" -v b="$2" 'BEGIN { exit !(a + 0 > 0 && a < b) }'; }
 
+# cases.md row 22: what pruning costs shows beside the dense model.
 calibrated_pruning_beats_magnitude() {
     heldout=$PWD/../shared/data/text/heldout-32769.tok
     [ -r "$heldout" ] || skip_test "$heldout absent"
@@ -803,15 +981,68 @@ calibrated_pruning_beats_magnitude() {
 }
 t calibrated_pruning_beats_magnitude
 
+# best NAME WORDS: the 20 best log-probabilities of each of 8 tokens, in $s/NAME.
+best() {
+    name=$1
+    shift
+    run "$@" -p "$once" -n 8 -t 0 -q --logprobs 20 --json "$s/figures" >"$s/out"
+    sed 's/.*"logprobs":\[//' "$s/figures" >"$s/$name"
+    [ "$(grep -o '"top"' "$s/$name" | wc -l)" -eq 8 ]
+}
+
+# cases.md row 22: to the last digit where the storage is the same.
 row_22_nothing_removed_changes_nothing() {
+    best new.dense "$s/dense.bin"
     for method in magnitude wanda sparsegpt; do
         convert demo "$s/zero.bin" --sp 0 --method $method --prune all --format tiled-cbc --dp 0 --force -q
         greedy zero "$s/zero.bin" -p "$once" -n 64
         cmp "$s/zero" "$s/once.out"
+        convert demo "$s/zero.bin" --sp 0 --method $method --prune all --format dense --force -q
+        best new.zero "$s/zero.bin"
+        cmp "$s/new.zero" "$s/new.dense"
     done
 }
 t row_22_nothing_removed_changes_nothing
 
+# The demo in $s/new.source with weights that may be changed: the named tensor begins at byte $begin of $weights.
+open_weights() {
+    copy_demo "$s/new.source"
+    weights=$s/new.source/model.safetensors
+    rm "$weights"
+    cp demo/model.safetensors "$weights"
+    chmod u+w "$weights"
+    header=$(od -An -tu8 -N8 "$weights" | tr -d ' ')
+    place=$(head -c $((8 + header)) "$weights" | grep -ao "\"$1\":{[^}]*" | sed 's/.*"data_offsets":\[\([0-9]*\).*/\1/')
+    begin=$((8 + header + place))
+}
+
+# cases.md row 22: whatever the method, and also where nothing is to be pruned.
+row_22_a_weight_that_is_not_a_number_is_refused_by_name() {
+    down=model.layers.2.mlp.down_proj.weight
+    open_weights $down
+    for value in 'NaN \001\176' 'infinite \000\374'; do
+        patch "$weights" $((begin + 2 * 768)) "${value#* }"  # fp16
+        for method in '--sp 0' '--method magnitude' '--method sparsegpt'; do
+            refuses 1 "$down: row 1, column 0.*${value% *}" convert "$s/new.source" "$s/new.bin" $method --dp 0 -q
+            absent new.bin
+        done
+    done
+}
+t row_22_a_weight_that_is_not_a_number_is_refused_by_name
+
+# cases.md row 21: an up matrix of zeros is a 24th of the weights of 8 layers' MLP, wherever the ratio is below that.
+row_21_weights_that_are_zero_already_count() {
+    open_weights model.layers.2.mlp.up_proj.weight
+    dd if=/dev/zero of="$weights" bs=1 seek="$begin" count=$((2 * 768 * 256)) conv=notrunc 2>"$s/err"
+    succeeds convert "$s/new.source" "$s/zeros.bin" --sp 0 $plain
+    grep -q '^sparsity *0\.0417 ' "$s/err"
+    grep -q '^layer 2 .* up 1\.0000' "$s/err"
+    succeeds convert --info "$s/zeros.bin"
+    grep -q '^sp_reached *0\.0416' "$s/out"
+}
+t row_21_weights_that_are_zero_already_count
+
+# cases.md row 24.
 row_24_a_calibration_text_may_be_any_file_that_is_long_enough() {
     echo 'ten words are not enough to calibrate a model on' >"$s/short.txt"
     : >"$s/nothing.txt"
@@ -969,5 +1200,383 @@ wrong_dp_is_refused() {
     succeeds run "$s/dynamic.bin" -p "$once" -n 4 --dp attn=0 -q
 }
 t wrong_dp_is_refused
+
+# ---- log-probabilities, scores, speed -------------------------------------------------------------------------
+
+logprobs_are_in_the_figures() {
+    succeeds run "$s/dense.bin" -p "$once" -n 8 -t 0 -q --logprobs 5 --json "$s/figures"
+    [ "$(head -c ${#next_text} "$s/once.out" | head -c "$(wc -c <"$s/out")")" = "$(cat "$s/out")" ]
+    [ "$(grep -o '"token":[0-9]*' "$s/figures" | cut -d: -f2 | tr '\n' ' ')" = "$next_ids" ]
+    # Greedy, so that the first of each place is the one chosen; five, descending, no more than all there is.
+    grep -o '"token":[^}]*}' "$s/figures" | tr -d '"[]}' | tr ':,' '  ' >"$s/new.places"
+    [ "$(wc -l <"$s/new.places")" -eq 8 ]
+    awk '{ for (i = 1; $i != "logprob"; i++) { } chosen = $(i + 1); if ($(i + 2) != "top" || NF != i + 12) exit 1
+           sum = 0; before = 0
+           for (k = i + 3; k < NF; k += 2) { if ($(k + 1) > before) exit 1; before = $(k + 1); sum += exp(before) }
+           if ($(i + 3) != $2 || $(i + 4) != chosen || sum > 1.00001) exit 1 }' "$s/new.places"
+    # The texts together are the text.
+    grep -o '"text":"[^"]*"' "$s/figures" | cut -d'"' -f4 | tr -d '\n' >"$s/new.text"
+    cmp "$s/new.text" "$s/out"
+    # Without --json a table; without --logprobs nothing; ids alone where there is no tokenizer.
+    succeeds run "$s/dense.bin" -p "$once" -n 3 -t 0 --logprobs 2
+    [ "$(grep -c '^logprobs ' "$s/err")" -eq 3 ]
+    succeeds run "$s/dense.bin" -p "$once" -n 3 -t 0 --json "$s/figures"
+    grep -q '"logprobs":null' "$s/figures"
+    lacks '^logprobs ' "$s/err"
+    succeeds run "$s/ids.bin" --tokens -f "$s/once.tok" -n 2 -t 0 -q --logprobs 1 --json "$s/figures"
+    [ "$(grep -o '"token":[0-9]*' "$s/figures" | cut -d: -f2 | tr '\n' ' ')" = "4044 262 " ]
+    grep -q '"text":""' "$s/figures"
+}
+t logprobs_are_in_the_figures
+
+# A temperature changes what is drawn and not what the model thinks.
+logprobs_are_the_models_own() {
+    succeeds run "$s/dense.bin" -p "$once" -n 1 -t 0 -q --logprobs 20 --json "$s/new.cold"
+    succeeds run "$s/dense.bin" -p "$once" -n 1 -t 3 --top-k 2 --top-p 0.5 -q --logprobs 20 --json "$s/new.hot"
+    [ "$(sed 's/.*"top"//' "$s/new.cold")" = "$(sed 's/.*"top"//' "$s/new.hot")" ]
+}
+t logprobs_are_the_models_own
+
+# A line of scores for every line of items.
+score() {
+    name=$1
+    shift
+    succeeds run "$name" --score "$s/new.items" "$@"
+    [ "$(wc -l <"$s/out")" -eq "$(wc -l <"$s/new.items")" ]
+}
+
+scores_are_sums_of_logprobs() {
+    # What greedy decoding says is greedy, and has the log-probabilities that it was said with.
+    next=', the sun was'
+    succeeds run "$s/dense.bin" -p "$once" -n 4 -t 0 -q --logprobs 1 --json "$s/figures"
+    sum=$(grep -o '"logprob":[-0-9.e]*' "$s/figures" | cut -d: -f2 | awk '{ s += $1 } END { printf "%.6f", s }')
+    {
+        echo "{\"context\": \"$once\", \"continuation\": \"$next\"}"
+        echo "{\"id\": 1.5, \"continuation\": \"$next\", \"context\": \"$once  \"}"
+        echo "{\"context\": \"$once\", \"continuation\": \", the moon \\u00e9\"}"
+        echo '{"context": "", "continuation": "The"}'
+    } >"$s/new.items"
+    score "$s/dense.bin"
+    grep -q '^scored *4 continuations.* 1 greedy' "$s/err"
+    grep -q '^protocol *BOS before every context' "$s/err"
+    sed -n 1p "$s/out" >"$s/new.first"
+    same_number "$(sed 's/.*"logprob": \([^,]*\),.*/\1/' "$s/new.first")" "$sum" 0.01
+    grep -q '"tokens": 4, "bytes": 13, "greedy": true}$' "$s/new.first"
+    # White space at the context's end is the continuation's.
+    sed -n 2p "$s/out" | grep -q '"bytes": 13, "greedy": false}$'
+    sed -n 3p "$s/out" | grep -q '"bytes": 13, "greedy": false}$'
+    sed -n 4p "$s/out" | grep -q '"tokens": 1, "bytes": 3,'
+    cp "$s/out" "$s/new.text"
+    # The same as ids; without a tokenizer too. 1 is BOS.
+    echo '{"context": [1, 3499, 620, 261, 553], "continuation": [4044, 262, 1334, 313]}' >"$s/new.items"
+    score "$s/ids.bin" --tokens -q
+    [ ! -s "$s/err" ]
+    [ "$(cat "$s/out")" = "$(sed -n 1p "$s/new.text" | sed 's/"bytes": 13/"bytes": null/')" ]
+}
+t scores_are_sums_of_logprobs
+
+# The negative sum is that of --ppl on the same ids, with the same dense prefix: dynamic pruning included.
+scores_are_those_of_perplexity() {
+    make_dynamic
+    # BOS, "Once upon a time", four more: ids as in next_ids, little-endian
+    # shellcheck disable=SC2059
+    printf "$once_bytes"'\314\017\006\001\066\005\071\001' >"$s/new.tok"
+    echo '{"context": [1, 3499, 620, 261, 553], "continuation": [4044, 262, 1334, 313]}' >"$s/new.items"
+    for dp in 0 0.6; do
+        score "$s/dynamic.bin" --tokens --dp $dp -q
+        score=$(sed 's/.*"logprob": \([^,]*\),.*/\1/' "$s/out")
+        succeeds run "$s/dynamic.bin" --tokens --ppl "$s/new.tok" --ppl-window 8 --dense-prefix 4 --dp $dp -q \
+            --json "$s/figures"
+        same_number "$score" "$(awk "BEGIN { print -4 * $(json nll "$s/figures") }")" 0.0001
+        echo "$score" >>"$s/new.scores"
+    done
+    [ "$(sort -u "$s/new.scores" | wc -l)" -eq 2 ]
+}
+t scores_are_those_of_perplexity
+
+a_long_context_is_cut_and_said_so() {
+    long=$(for _ in 1 2 3 4 5 6 7 8 9 10; do printf '%s there was a king. ' "$once"; done)
+    echo "{\"context\": \"$long\", \"continuation\": \"The king\"}" >"$s/new.items"
+    score "$s/dense.bin" -c 20
+    grep -q '^warning *1 contexts were too long for 20 tokens' "$s/err"
+    score "$s/dense.bin" -c 20 -q
+    [ ! -s "$s/err" ]
+    score "$s/dense.bin"
+    lacks '^warning' "$s/err"
+}
+t a_long_context_is_cut_and_said_so
+
+# The file and the line are named; the lines before have been printed, nothing of the bad one.
+wrong_items_are_refused() {
+    good='{"context": "a", "continuation": " b"}'
+    while IFS='|' read -r pattern line; do
+        { echo "$good"; printf '%s\n' "$line"; } >"$s/new.items"
+        got=0
+        run "$s/dense.bin" --score "$s/new.items" -q >"$s/out" 2>"$s/err" || got=$?
+        [ $got -ne 0 ]
+        [ "$(wc -l <"$s/out")" -eq 1 ]
+        [ "$(wc -l <"$s/err")" -eq 1 ]
+        grep -q "new.items:2: .*$pattern" "$s/err"
+    done <<'END'
+bad JSON|{"context": "a", "continuation": "b"
+bad JSON|
+bad JSON|{"context": "a\u0000", "continuation": "b"}
+"continuation" is not a string|{"context": "a"}
+"context" is not a string|{"context": 7, "continuation": "b"}
+"context" is not a string|["a", "b"]
+adds no token|{"context": "a", "continuation": ""}
+END
+    refuses 1 'nowhere.*No such file' run "$s/dense.bin" --score "$s/nowhere" -q
+    echo "$good" >"$s/new.items"
+    refuses 1 'new.items:1: "context" is not an array' run "$s/dense.bin" --score "$s/new.items" --tokens -q
+    echo '{"context": [], "continuation": [5]}' >"$s/new.items"
+    refuses 2 'new.items:1: the context is empty' run "$s/dense.bin" --score "$s/new.items" --tokens -q
+    echo '{"context": [1], "continuation": [999999]}' >"$s/new.items"
+    refuses 1 'new.items:1: .*vocabulary of' run "$s/dense.bin" --score "$s/new.items" --tokens -q
+    : >"$s/new.items"
+    succeeds run "$s/dense.bin" --score "$s/new.items" -q
+}
+t wrong_items_are_refused
+
+# cases.md row 50: of the threads of a core one is used unless -j asks for more.
+threads_are_no_more_than_cores() {
+    cores=$(cat /sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list | sort -u | wc -l) || cores=0
+    [ "$cores" -gt 0 ] || skip_test 'no list of cores in /sys'
+    succeeds run "$s/dense.bin" -p "$once" -n 1 -b cpu
+    threads=$(sed -n 's/^device .*CPU, \([0-9]*\) thread.*/\1/p' "$s/err")
+    [ "$threads" -ge 1 ] && [ "$threads" -le "$cores" ]
+}
+t threads_are_no_more_than_cores
+
+# cases.md row 50: one warm-up that is not counted, dense beside compressed, depth, bytes and GB/s.
+bench_prints_a_table() {
+    make_dynamic
+    succeeds run "$s/dynamic.bin" --bench --prompt-tokens 9 -n 5 --json "$s/figures" -j 1
+    [ "$(grep -c '^tiled-cbc ' "$s/out")" -eq 3 ]
+    grep -q 'read ceiling' "$s/out"
+    grep -q 'one generation of each row warms up and is not counted, then 3 are' "$s/out"
+    grep -q '^storage .*SP .*DP .*depth .*TTFT ms .*TPOT ms .*p99 .*min .*read/token .*GB/s' "$s/out"
+    for dp in 0 0.3 0.5; do grep -q "\"dp_asked\":$dp," "$s/figures"; done
+    [ "$(grep -o '"storage":"tiled-cbc","sp":0.5' "$s/figures" | wc -l)" -eq 3 ]
+    [ "$(grep -o '"prefill_tokens":9,"decode_tokens":5,"repeats":3' "$s/figures" | wc -l)" -eq 3 ]
+    succeeds run "$s/dynamic.bin" --bench --prompt-tokens 9 -n 5 --dp 0.4 -q -j 1
+    [ ! -s "$s/err" ]
+    [ "$(grep -c '^tiled-cbc .* 0.40 ' "$s/out")" -eq 1 ]
+    [ "$(grep -c '^dense ' "$s/out")" -eq 0 ]
+    # Nothing to skip: one ratio.
+    succeeds run "$s/ids.bin" --bench --prompt-tokens 9 -n 5 -q -j 1
+    [ "$(grep -c '^dense .* 0.00 ' "$s/out")" -eq 1 ]
+    # Random weights have the dense model beside them.
+    succeeds run --synthetic 64:128:2:4:2:97:64 --bench --prompt-tokens 9 -n 5 -q -j 1 --json "$s/figures"
+    [ "$(grep -c '^tiled-cbc  0\.3' "$s/out")" -eq 3 ]
+    [ "$(grep -c '^dense  *0\.000' "$s/out")" -eq 1 ]
+    [ "$(grep -o '"storage"' "$s/figures" | wc -l)" -eq 4 ]
+}
+t bench_prints_a_table
+
+wrong_measurements_are_refused() {
+    refuses_each 2 run "$s/dense.bin" <<END
+--logprobs 0|--logprobs 0
+--logprobs 21|--logprobs 21
+exclude each other|--score x --ppl y
+exclude each other|--bench --score y
+exclude each other|--bench -p x
+--score does not go with --json|--score x --json $s/new.json
+--score does not go with --logprobs|--score x --logprobs 1
+--ppl does not go with --logprobs|--ppl x --logprobs 1
+--bench does not go with --logprobs|--bench --logprobs 1
+--bench does not go with --tokens|--bench --tokens
+--bench does not go with -n below 2|--bench -n 1
+--prompt-tokens goes with --synthetic|--prompt-tokens 9
+do not fit in the context|--bench -c 100 -q
+END
+    refuses 2 '--score: random weights' run --synthetic 64:128:2:4:2:97:64 --score x
+}
+t wrong_measurements_are_refused
+
+# ---- chat -----------------------------------------------------------------------------------------------------
+
+# Standard input for the next command, in $s/in.
+types() { printf '%s\n' "$@" >"$s/in"; }
+
+chat_puts_answers_alone_on_stdout() {
+    greedy first "$s/dense.bin" -p "$once" -n 8
+    types "$once" '' '   ' 'And then'
+    succeeds run "$s/dense.bin" --chat -t 0 -n 8 --stats <"$s/in"
+    [ "$(head -n 1 "$s/out")" = "$(cat "$s/first")" ]
+    [ "$(wc -c <"$s/out")" -gt $(($(wc -c <"$s/first") + 8)) ]
+    [ "$(tail -c 1 "$s/out" | od -An -tx1 | tr -d ' ')" = 0a ]
+    grep -q '^chat *template plain (the file names none), context 512' "$s/err"
+    [ "$(grep -c '^prefill .*TPOT [0-9.]* ms' "$s/err")" -eq 2 ]
+    lacks '^> ' "$s/err"
+    cp "$s/out" "$s/loud"
+    succeeds run "$s/dense.bin" --chat -t 0 -n 8 -q <"$s/in"
+    cmp "$s/out" "$s/loud"
+    [ ! -s "$s/err" ]
+}
+t chat_puts_answers_alone_on_stdout
+
+# cases.md row 44.
+row_44_end_of_input_ends_the_chat() {
+    succeeds timeout 60 run "$s/dense.bin" --chat
+    [ ! -s "$s/out" ]
+    printf '%s' "$once" >"$s/in"
+    succeeds timeout 60 run "$s/dense.bin" --chat -t 0 -n 8 <"$s/in"
+    greedy first "$s/dense.bin" -p "$once" -n 8
+    echo >>"$s/first"
+    cmp "$s/out" "$s/first"
+    types '/quit' "$once"
+    succeeds timeout 60 run "$s/dense.bin" --chat <"$s/in"
+    [ ! -s "$s/out" ]
+}
+t row_44_end_of_input_ends_the_chat
+
+chat_commands_do_what_they_say() {
+    types "$once" "/save $s/said" /reset /stats "/load $s/said" /stats '/system Be kind.' /stats /reset /stats \
+        /system /stats '/nonsense x' /save '/quit now' "/load $s/new.jsonl" /help
+    succeeds run "$s/dense.bin" --chat -t 0 -n 8 <"$s/in"
+    grep '^context' "$s/err" >"$s/contexts"
+    sed 's/.*tokens, //' "$s/contexts" >"$s/short"
+    cat >"$s/want" <<EOF
+turns: 0, template plain, system prompt: none
+turns: 1, template plain, system prompt: none
+turns: 0, template plain, system prompt: Be kind.
+turns: 0, template plain, system prompt: Be kind.
+turns: 0, template plain, system prompt: none
+EOF
+    cmp "$s/short" "$s/want"
+    for line in 'unknown command /nonsense' '/save needs a FILE' '/quit takes nothing' \
+        "$s/new.jsonl: No such file"; do
+        grep -q "^$line" "$s/err"
+    done
+    for command in help reset system stats save load quit; do
+        grep -q "^/$command " "$s/err"
+    done
+    [ "$(wc -l <"$s/said")" -eq 2 ]
+    grep -qF "{\"role\":\"user\",\"content\":\"$once\"}" "$s/said"
+    # A conversation goes on where it was saved.
+    types "$once" 'The king'
+    run "$s/dense.bin" --chat -t 0 -n 8 -q <"$s/in" | tail -n +2 >"$s/kept"
+    types "/load $s/said" 'The king'
+    run "$s/dense.bin" --chat -t 0 -n 8 -q <"$s/in" >"$s/loaded"
+    cmp "$s/loaded" "$s/kept"
+    types 'The king'
+    run "$s/dense.bin" --chat -t 0 -n 8 -q <"$s/in" >"$s/alone"
+    differ "$s/alone" "$s/kept"
+}
+t chat_commands_do_what_they_say
+
+chat_goes_on_when_the_context_is_full() {
+    types "$once" 'The king said' 'And the queen' "$once $once $once $once $once $once $once $once $once" 'At last'
+    succeeds timeout 60 run "$s/dense.bin" --chat -t 0 -c 40 --system 'A tale.' --ignore-eos --stats <"$s/in"
+    grep -q 'context of 40 tokens is full: the answer ends here' "$s/err"
+    grep -q 'context of 40 tokens is full; turns forgotten: the oldest 1 of 1' "$s/err"
+    grep -q 'the message has 4[0-9] tokens with the system prompt, the context holds 40' "$s/err"
+    [ "$(grep -c '^prefill' "$s/err")" -eq 4 ]
+}
+t chat_goes_on_when_the_context_is_full
+
+chat_templates_and_stop_strings() {
+    : >"$s/sizes"
+    for template in llama2 zephyr plain none; do
+        types "$once" /stats 'And then' /stats
+        succeeds run "$s/dense.bin" --chat -t 0 -n 4 --template $template <"$s/in"
+        grep -q "^chat *template $template asked" "$s/err"
+        sed -n 's/^context *\([0-9]*\) .*/\1/p' "$s/err" | tr '\n' ' ' >>"$s/sizes"
+    done
+    [ "$(tr ' ' '\n' <"$s/sizes" | sort -u | wc -l)" -gt 6 ]
+    types "$once"
+    succeeds run "$s/dense.bin" --chat -t 0 --stop 'shining' -q <"$s/in"
+    [ "$(cat "$s/out")" = ', the sun was ' ]
+}
+t chat_templates_and_stop_strings
+
+# What the source's tokenizer_config.json asks for is in the file.
+chat_template_comes_from_the_source() {
+    copy_demo "$s/tuned"
+    zephyr="{{ '<|user|>' + message['content'] + eos_token }}{{ '<|assistant|>' }}"
+    while IFS='|' read -r want_template text; do
+        printf '%s' "$text" >"$s/tuned/tokenizer_config.json"
+        convert "$s/tuned" "$s/tuned.bin" --sp 0 --format dense -q --force
+        succeeds run "$s/tuned.bin" --chat
+        grep -q "^chat *template $want_template" "$s/err"
+    done <<EOF
+plain (the file names none)|{}
+plain (the file names none)|{"chat_template": "{{ '[INST] ' }}"}
+llama2 from the file|{"model_max_length": 1e30, "chat_template": "[INST] <<SYS>>\n"}
+zephyr from the file|{"chat_template": "$zephyr"}
+zephyr from the file|{"chat_template": [{"name": "x", "template": "y"}, {"name": "default", "template": "$zephyr"}]}
+EOF
+    succeeds run "$s/tuned.bin" --chat --template none
+    grep -q '^chat *template none asked' "$s/err"
+    echo '{' >"$s/tuned/tokenizer_config.json"
+    refuses 1 'tokenizer_config.json' convert "$s/tuned" "$s/new.bin" --sp 0 --format dense -q
+}
+t chat_template_comes_from_the_source
+
+wrong_chat_options_are_refused() {
+    refuses_each 2 run "$s/dense.bin" <<EOF
+--chat.*-p|--chat -p x
+--chat.*-f|--chat -f $s/once.txt
+--chat.*--tokens|--chat --tokens
+--chat.*--ppl|--chat --ppl $s/once.txt
+--chat.*--score|--chat --score $s/once.txt
+--chat.*--bench|--chat --bench
+--chat.*--json|--chat --json -
+--chat.*--logprobs|--chat --logprobs 2
+--chat.*-n 0|--chat -n 0
+--template foo: not llama2|--chat --template foo
+--system.*none|--chat --template none --system x
+--system goes with --chat|--system x
+--template goes with --chat|--template plain
+--stats goes with --chat|--stats
+EOF
+    refuses 2 'no tokenizer' run "$s/ids.bin" --chat
+    types Hello
+    [ -w /dev/full ] || skip_test 'no /dev/full'
+    full='exec "$@" >/dev/full'
+    refuses 1 'standard output: No space left' sh -c "$full" sh run "$s/dense.bin" --chat -n 4 -q <"$s/in"
+}
+t wrong_chat_options_are_refused
+
+# Wait until a pattern is on the terminal.
+shows() {
+    for _ in $(seq 500); do
+        if grep -q -e "$1" "$s/screen"; then return 0; fi
+        sleep 0.02
+    done
+    return 1
+}
+
+# cases.md row 44. Ctrl-C ends an answer and then, at the prompt, the program; the arrow key brings the last line back.
+row_44_chat_on_a_terminal() {
+    command -v script >/dev/null || skip_test 'no script (bsdutils)'
+    : >"$s/screen"
+    # shellcheck disable=SC2094  # the terminal is read while it is written
+    {
+        shows '^> '
+        printf '%s\n' "$once"
+        shows 'moon'
+        printf '\003'
+        shows 'stop: interrupt'
+        printf '/save %s\n' "$s/said"
+        shows 'turns saved: 1'
+        printf '\033[A.again\n'
+        sleep 1
+        [ -e "$s/said.again" ]
+        printf '/system a\\\n'
+        shows '^\. '
+        printf 'b\n/stats\n'
+        shows 'system prompt: a'
+        printf half
+        shows '> half'
+        printf '\003'
+        sleep 1
+    } | TERM=xterm status 0 timeout 60 script -qfec \
+        "run $s/dense.bin --chat -t 0 --ignore-eos --stats" "$s/screen"
+    cmp "$s/said" "$s/said.again"
+    grep -q 'shining in the sky' "$s/said"
+}
+t row_44_chat_on_a_terminal
 
 exit $failed

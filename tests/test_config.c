@@ -232,8 +232,13 @@ static void eps_and_theta_are_sensible_numbers(void **state) {
 
 /* ---- derived sizes ---- */
 
+/* cases.md rows 18 and 35: bytes of KV cache for a token are 524 288 (7B) and 327 680 (70B). */
 static void derived_sizes_are_64_bit(void **state) {
     (void)state;
+    Config llama2_7b = llama2_70b;
+    llama2_7b.n_layers = llama2_7b.n_heads = llama2_7b.n_kv_heads = 32;
+    assert_int_equal(config_kv_bytes(&llama2_7b), 524288);
+    assert_int_equal(config_kv_bytes(&llama2_70b), 327680);
     assert_int_equal(config_q_dim(&llama2_70b), 8192);
     assert_int_equal(config_kv_dim(&llama2_70b), 1024);
     assert_int_equal(config_kv_bytes(&llama2_70b), 2ul * 80 * 1024 * 2);

@@ -1,4 +1,4 @@
-/* safetensors.h: hostile headers, and the few that must pass. */
+/* safetensors.h: hostile headers, and the few that must pass: cases.md row 14, whose appendix B has H0 .. H12. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -70,7 +70,7 @@ static const SafetensorsEntry *entry(const Safetensors *st, const char *name) {
     return NULL;
 }
 
-/* H0 */
+/* cases.md row 14, H0. */
 static void the_smallest_valid_file_is_read(void **state) {
     (void)state;
     assert_int_equal(strlen(H0_JSON), 54);
@@ -90,7 +90,7 @@ static void the_smallest_valid_file_is_read(void **state) {
     free(f.bytes);
 }
 
-/* H1 and every other cut */
+/* cases.md row 14, H1 and every other cut. */
 static void every_truncated_file_is_refused(void **state) {
     (void)state;
     for (size_t n = 0; n < 70; n++) {
@@ -101,10 +101,11 @@ static void every_truncated_file_is_refused(void **state) {
     }
 }
 
-/* H2, H3, H4 */
+/* cases.md row 14, H2, H3, H4. */
 static void wrong_header_lengths_are_refused(void **state) {
     (void)state;
     refuse_file(make_file(UINT64_MAX, H0_JSON, 8), "limit");
+    assert_int_equal(SAFETENSORS_MAX_HEADER + 1, 100000001);
     refuse_file(make_file(SAFETENSORS_MAX_HEADER + 1, H0_JSON, 8), "limit");
     refuse_file(make_file(SAFETENSORS_MAX_HEADER, H0_JSON, 8), "longer than the file");
     refuse_file(make_file(55, H0_JSON, 8), "JSON");
@@ -112,7 +113,7 @@ static void wrong_header_lengths_are_refused(void **state) {
     refuse_file(make_file(0, H0_JSON, 8), "'{'");
 }
 
-/* H5 */
+/* cases.md row 14, H5. */
 static void headers_that_are_no_json_object_are_refused(void **state) {
     (void)state;
     refuse("[1]", 0, "'{'");
@@ -141,7 +142,7 @@ static void entries_with_missing_or_misshapen_fields_are_refused(void **state) {
     refuse("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":8}}", 8, "data_offsets");
 }
 
-/* H6 */
+/* cases.md row 14, H6. */
 static void sizes_that_do_not_match_the_shape_are_refused(void **state) {
     (void)state;
     refuse("{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,8]}}", 8, "tensor a: 8 bytes");
@@ -153,7 +154,7 @@ static void sizes_that_do_not_match_the_shape_are_refused(void **state) {
            "large");
 }
 
-/* H8 */
+/* cases.md row 14, H8. */
 static void offsets_outside_the_data_are_refused(void **state) {
     (void)state;
     refuse("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "outside");
@@ -189,7 +190,7 @@ static void holes_and_surplus_bytes_are_refused(void **state) {
     refuse("{}", 1, "1 bytes behind");
 }
 
-/* H10 */
+/* cases.md row 14, H10. */
 static void the_same_name_twice_is_refused(void **state) {
     (void)state;
     refuse(
@@ -198,7 +199,7 @@ static void the_same_name_twice_is_refused(void **state) {
         16, "again");
 }
 
-/* H11 */
+/* cases.md row 14, H11. */
 static void unknown_dtypes_are_kept_by_name(void **state) {
     (void)state;
     File f = file_of(
@@ -214,7 +215,7 @@ static void unknown_dtypes_are_kept_by_name(void **state) {
     refuse("{\"a\":{\"dtype\":\"F8_E4M3\",\"shape\":[5],\"data_offsets\":[0,50]}}", 5, "outside");
 }
 
-/* H12 */
+/* cases.md row 14, H12. */
 static void padding_metadata_scalars_and_empty_tensors_are_fine(void **state) {
     (void)state;
     File f = make_file(56, H0_JSON "  ", 8);

@@ -154,6 +154,7 @@ static void test_draws_lie_above_0_and_reach_1(void **state) {
 
 /* ---- greedy ---- */
 
+/* cases.md row 37. */
 static void test_temperature_0_takes_the_largest_and_the_lowest_id_of_equals(void **state) {
     (void)state;
     const float logits[] = {-3, 2, 5, 5, -1, 5};
@@ -164,6 +165,7 @@ static void test_temperature_0_takes_the_largest_and_the_lowest_id_of_equals(voi
     assert_int_equal(sample(zeros, 3, (SampleParams){0, 1, 0, 1}, 0), 1);
 }
 
+/* cases.md row 37: no overflow. */
 static void test_a_tiny_temperature_takes_the_largest(void **state) {
     (void)state;
     const float logits[] = {-60000, 1, 3e38f, -3e38f, 2.9e38f};

@@ -381,7 +381,7 @@ static void data_at_odd_addresses_is_read(void **state) {
     s->free(s);
 }
 
-/* Case 11 */
+/* cases.md row 11. */
 static void rope_pairs_of_q_and_k_become_adjacent_by_their_own_head_counts(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -446,7 +446,7 @@ static void put_value(Fixture *f, Tensor tensor, int layer, size_t row, size_t c
     write_shard(f, "model.safetensors", shard);
 }
 
-/* Case 22 */
+/* cases.md row 22: NaN and Inf are refused with tensor, row and column. */
 static void numbers_that_fp16_cannot_hold_are_named_by_place(void **state) {
     Fixture *f = *state;
     static const struct {
@@ -498,6 +498,7 @@ static void infinities_of_the_narrow_dtypes_are_refused_too(void **state) {
 
 /* ---- Hugging Face: config.json ---- */
 
+/* cases.md row 12. */
 static void config_fields_are_taken_over(void **state) {
     Fixture *f = *state;
     write_hf(f);
@@ -527,6 +528,7 @@ static Config config_with(Fixture *f, const char *key, const char *value) {
     return c;
 }
 
+/* cases.md rows 12 and 40: rope_theta in its two places, eos_token_id alone or in a list. */
 static void newer_and_older_forms_of_fields_are_understood(void **state) {
     Fixture *f = *state;
     write_hf(f);
@@ -562,6 +564,7 @@ static void head_dim_may_differ_from_hidden_over_heads(void **state) {
     refuse(f->dir, "q_proj.weight has shape [32, 32], config.json demands [64, 32]");
 }
 
+/* cases.md row 11. */
 static void missing_kv_heads_mean_all_heads(void **state) {
     Fixture *f = *state;
     write_hf(f);
@@ -569,7 +572,7 @@ static void missing_kv_heads_mean_all_heads(void **state) {
     refuse(f->dir, "k_proj.weight has shape [8, 32], config.json demands [32, 32]");
 }
 
-/* Cases 12, 16 */
+/* cases.md rows 12 and 16. */
 static void what_the_runtime_lacks_is_refused_by_name(void **state) {
     Fixture *f = *state;
     write_hf(f);
@@ -688,7 +691,7 @@ static void shards_make_one_model(void **state) {
     s->free(s);
 }
 
-/* Case 15 */
+/* cases.md row 15. */
 static void missing_and_truncated_shards_are_named(void **state) {
     Fixture *f = *state;
     write_sharded(f);
@@ -737,7 +740,7 @@ static void a_tensor_in_two_shards_is_refused(void **state) {
     refuse(f->dir, "model.layers.1.self_attn.v_proj.weight is stored twice");
 }
 
-/* Case 16 */
+/* cases.md row 16. */
 static void directories_without_safetensors_say_what_is_needed(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -746,6 +749,7 @@ static void directories_without_safetensors_say_what_is_needed(void **state) {
     refuse_as(ERR_OPEN, f->dir, "need safetensors");
 }
 
+/* cases.md row 16: nothing is converted from nothing. */
 static void every_missing_tensor_is_named(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -780,6 +784,7 @@ static void refuse_extra(Fixture *f, const char *name, const char *reason) {
     refuse(f->dir, name);
 }
 
+/* cases.md row 16: GPTQ and AWQ. */
 static void tensors_that_would_change_the_result_are_refused(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -800,6 +805,7 @@ static void tensors_that_would_change_the_result_are_refused(void **state) {
     refuse(f->dir, "GPTQ/AWQ");
 }
 
+/* cases.md rows 14 and 16: H11 where it does not matter; rotary_emb.inv_freq. */
 static void harmless_extra_tensors_are_ignored(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -813,7 +819,7 @@ static void harmless_extra_tensors_are_ignored(void **state) {
     s->free(s);
 }
 
-/* H11, and rows of the embedding beyond the vocabulary */
+/* cases.md row 14, H11 where it matters, and rows of the embedding beyond the vocabulary */
 static void tensors_of_wrong_dtype_or_shape_are_refused(void **state) {
     Fixture *f = *state;
     write_config(f, NULL, NULL);
@@ -887,7 +893,7 @@ static void write_header(Fixture *f, const char *name, const int32_t fields[7], 
     assert_int_equal(truncate(path_of(f, name), (off_t)file_bytes), 0);
 }
 
-/* G1, G3 and case 17: a file of the published size, all holes but the header. */
+/* cases.md row 17, G1, G2, G3: files of the published sizes, all holes but the header. */
 static void headers_of_published_models_are_understood(void **state) {
     Fixture *f = *state;
     static const unsigned char g1[28] = {
@@ -918,6 +924,23 @@ static void headers_of_published_models_are_understood(void **state) {
     assert_int_equal(s->bytes, 60816028 - 28 - 256 * 48 * 4);
     s->free(s);
 
+    static const unsigned char g2[28] = {
+        0x40, 0, 0, 0, 0xac, 0, 0, 0, 0x05, 0, 0, 0, 0x08, 0, 0, 0, 0x04, 0, 0, 0, 0, 0x02, 0, 0, 0, 0x02, 0, 0,
+    };
+    int32_t g2_fields[7];
+    memcpy(g2_fields, g2, sizeof g2_fields);
+    write_header(f, "g2.bin", g2_fields, 1056540);
+    s = accept(path_of(f, "g2.bin"));
+    assert_int_equal(s->config.dim, 64);
+    assert_int_equal(s->config.hidden_dim, 172);
+    assert_int_equal(s->config.n_heads, 8);
+    assert_int_equal(s->config.n_kv_heads, 4);
+    assert_int_equal(s->config.vocab_size, 512);
+    s->free(s);
+    g2_fields[4] = 8;  // with as many kv heads as heads the file would be longer
+    write_header(f, "g2.bin", g2_fields, 1056540);
+    refuse_as(ERR_FORMAT, path_of(f, "g2.bin"), "file has 1056540 bytes");
+
     static const unsigned char g3[4] = {0x00, 0x83, 0xff, 0xff};  // a head of its own behind the frequencies
     memcpy(&fields[5], g3, 4);
     write_header(f, "g3.bin", fields, 60816028 + (size_t)32000 * 288 * 4);
@@ -929,7 +952,7 @@ static void headers_of_published_models_are_understood(void **state) {
     refuse_as(ERR_FORMAT, path_of(f, "g3.bin"), "file has 60816028 bytes, its shape needs 97680028");
 }
 
-/* G2 */
+/* cases.md row 17, G2. */
 static void stories260K_is_read(void **state) {
     (void)state;
     const char *path = DATA "stories260K/stories260K.bin";
@@ -1010,6 +1033,7 @@ static void write_v1(Fixture *f, bool tied) {
     fclose(file);
 }
 
+/* cases.md row 17: the tables of frequencies are passed over. */
 static void every_tensor_of_both_versions_is_where_it_belongs(void **state) {
     Fixture *f = *state;
     for (int tied = 0; tied < 2; tied++) {
@@ -1026,7 +1050,7 @@ static void every_tensor_of_both_versions_is_where_it_belongs(void **state) {
     }
 }
 
-/* G5 */
+/* cases.md row 17, G5. */
 static void files_a_float_short_or_long_are_refused(void **state) {
     Fixture *f = *state;
     for (int version = 0; version < 2; version++) {
@@ -1041,7 +1065,7 @@ static void files_a_float_short_or_long_are_refused(void **state) {
     }
 }
 
-/* G5 */
+/* cases.md row 17, G5. */
 static void bad_header_fields_are_named(void **state) {
     Fixture *f = *state;
     static const struct {
@@ -1082,7 +1106,7 @@ static void bad_header_fields_are_named(void **state) {
     refuse(path_of(f, "v1.bin"), "vocab_size = -40");
 }
 
-/* G4, case 17 */
+/* cases.md row 17, G4. */
 static void other_versions_and_other_files_are_refused(void **state) {
     Fixture *f = *state;
     const int32_t versions[] = {2, 3, 0, -1};
@@ -1105,7 +1129,7 @@ static void other_versions_and_other_files_are_refused(void **state) {
     }
 }
 
-/* Case 18: offsets beyond 32 bits. */
+/* cases.md row 18: offsets beyond 32 bits. */
 static void weights_behind_four_gigabytes_are_found(void **state) {
     Fixture *f = *state;
     const int32_t fields[7] = {8960, 2, 1, 35, 1, 150000, 2};
@@ -1143,7 +1167,7 @@ static size_t resident_bytes(void) {
     return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-/* Case 20 */
+/* cases.md row 20. */
 static void a_tensor_that_was_read_takes_no_memory(void **state) {
     Fixture *f = *state;
     const int32_t fields[7] = {288, 768, 6, 6, 6, 32000, 256};
@@ -1184,6 +1208,7 @@ static Source *synthetic(const char *shape, uint64_t seed) {
     return s;
 }
 
+/* cases.md row 18: 13B has more than 2^31 elements in its MLP. */
 static void known_shapes_have_their_numbers(void **state) {
     (void)state;
     static const struct {

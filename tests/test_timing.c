@@ -27,6 +27,7 @@ static Timing timing_of_steps(const double *steps, size_t n) {
     return timing_of(token_ms, n, 8, 1);
 }
 
+/* cases.md row 49. */
 static void test_32_tokens_from_20_to_330_ms_give_10_ms_a_token(void **state) {
     (void)state;
     double token_ms[32];
@@ -53,6 +54,7 @@ static void assert_no_time_per_token(Timing t) {
     assert_true(isnan(t.decode_tok_s));
 }
 
+/* cases.md row 49. */
 static void test_one_token_has_no_time_per_token(void **state) {
     (void)state;
     const double token_ms = 20;
@@ -64,6 +66,7 @@ static void test_one_token_has_no_time_per_token(void **state) {
     assert_near(t.total_ms, 20);
 }
 
+/* cases.md row 49. */
 static void test_without_tokens_the_prefill_is_all(void **state) {
     (void)state;
     const Timing t = timing_of(NULL, 0, 8, 16);

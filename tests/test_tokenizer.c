@@ -243,6 +243,7 @@ static void llama_has_its_vocabulary(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 1 and appendix A1 .. A4, A6, A11, A12: the first word has the space in front of it. */
 static void llama_encodes_prose_as_the_library(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -261,6 +262,7 @@ static void llama_encodes_prose_as_the_library(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 3 and appendix A5, A7, A8, A10, A21: no text, spaces alone and runs of them. */
 static void llama_keeps_every_space(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -285,6 +287,7 @@ static void llama_keeps_every_space(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md rows 1 and 2 and appendix A17, A18: characters that are pieces, and those that are bytes. */
 static void llama_encodes_any_script(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -299,6 +302,7 @@ static void llama_encodes_any_script(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 6. */
 static void llama_takes_ill_formed_text_as_the_library_does(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -311,6 +315,7 @@ static void llama_takes_ill_formed_text_as_the_library_does(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 5. */
 static void llama_keeps_text_that_spells_control_tokens_text(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -319,6 +324,7 @@ static void llama_keeps_text_that_spells_control_tokens_text(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 41: the texts of appendix C1 .. C4. */
 static void llama_encodes_chat_prompts(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -338,6 +344,7 @@ static void llama_encodes_chat_prompts(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 2: 480 000 bytes are 120 001 ids. The limit is one for busy machines. */
 static void llama_encodes_long_text_in_less_than_quadratic_time(void **state) {
     (void)state;
     enum { N_WORDS = 40000 };
@@ -355,6 +362,7 @@ static void llama_encodes_long_text_in_less_than_quadratic_time(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md rows 7 and 8: one id at a time gives what the library gives for all at once. */
 static void llama_decodes_as_the_library(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -371,6 +379,7 @@ static void llama_decodes_as_the_library(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 7: nothing before the last byte; what is cut off is one replacement. */
 static void llama_gives_characters_only_whole(void **state) {
     (void)state;
     Tokenizer *t = load_llama();
@@ -405,6 +414,7 @@ static size_t random_character(uint32_t *seed, char *out) {
     return strlen(characters[i]);
 }
 
+/* cases.md row 8. */
 static void encoded_text_comes_back_from_decoding(void **state) {
     (void)state;
     Tokenizer *t = load_demo();
@@ -472,6 +482,7 @@ static void bytes_that_cannot_be_a_character_give_a_replacement_each(void **stat
     tokenizer_free(t);
 }
 
+/* cases.md row 9. */
 static void ids_out_of_range_give_nothing(void **state) {
     (void)state;
     Tokenizer *t = load_demo();
@@ -585,6 +596,7 @@ static void a_model_without_bos_and_eos_says_so(void **state) {
     tokenizer_free(t);
 }
 
+/* cases.md row 5. */
 static void text_never_becomes_a_control_token(void **state) {
     (void)state;
     Bytes model = special_pieces(false);
@@ -601,6 +613,7 @@ static void text_never_becomes_a_control_token(void **state) {
 
 /* ---- Hostile models ---- */
 
+/* cases.md row 9: no file brings the process down. */
 static void models_that_are_not_models_are_refused(void **state) {
     (void)state;
     assert_refused((Bytes){0}, "no pieces");
