@@ -148,6 +148,11 @@ static Outcome run_job(Job job, const char *out) {
     const pid_t pid = fork();
     assert_true(pid >= 0);
     if (pid == 0) {
+        // what ignores them, a shell in the background say, hands that on
+        const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+        for (size_t i = 0; i < sizeof signals / sizeof *signals; i++) {
+            signal(signals[i], SIG_DFL);
+        }
         Error err = {0};
         outcome.rc = convert(&job, out, &err);
         memcpy(outcome.text, err.text, sizeof outcome.text);
