@@ -10,11 +10,11 @@
 #include <unistd.h>
 
 #include "chat/chat.h"
-#include "export/json.h"
 #include "model/bench.h"
 #include "model/cli.h"
 #include "model/generate.h"
 #include "model/input.h"
+#include "model/json.h"
 #include "model/perplexity.h"
 #include "model/reach.h"
 #include "model/score.h"

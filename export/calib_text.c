@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "../model/input.h"
+#include "../model/json.h"
 #include "../model/synthetic.h"
-#include "json.h"
 
 #define BLOCK_BYTES 65536  // of text that is given to the tokenizer at once
 

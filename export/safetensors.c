@@ -1,8 +1,8 @@
 #include "safetensors.h"
+#include "../model/json.h"
 
 #include <string.h>
 
-#include "json.h"
 
 static size_t dtype_size(DType dtype) {
     return dtype == DTYPE_F32 ? 4 : 2;

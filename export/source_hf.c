@@ -1,5 +1,6 @@
 /* Hugging Face directories. */
 #include "source_internal.h"
+#include "../model/json.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -7,7 +8,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "json.h"
 
 #define CONFIG_FILE "config.json"
 #define INDEX_FILE "model.safetensors.index.json"

@@ -153,19 +153,27 @@ static void test_llama2_turns_are_exact(void **state) {
     conversation_free(&c);
 }
 
-/* Generated ids stay as they are, also where their text would be encoded otherwise; then EOS, then BOS. */
-static void test_generated_ids_are_kept(void **state) {
-    (void)state;
-    const int generated[] = {300, 301, 259, 300};
+static const int answer_ids[] = {300, 301, 259, 300};
+
+/* A conversation whose first turn got these ids as its answer, from ids.ids[*start] on; the last was not computed. */
+static Conversation answered(size_t *start, const char *text) {
     Conversation c = {.format = open_template(TEMPLATE_LLAMA2, DEMO_TOKENIZER)};
     Error err = {0};
     ask(&c, "One", 200);
-    const size_t start = c.ids.n;
-    const Ids ids = {(int *)(uintptr_t)generated, COUNT(generated)};
-    assert_int_equal(conversation_answer(&c, "something else", &ids, start + 3, &err), OK);
+    *start = c.ids.n;
+    const Ids ids = {(int *)(uintptr_t)answer_ids, COUNT(answer_ids)};
+    assert_int_equal(conversation_answer(&c, text, &ids, *start + 3, &err), OK);
+    return c;
+}
+
+/* Generated ids stay as they are, also where their text would be encoded otherwise; then EOS, then BOS. */
+static void test_generated_ids_are_kept(void **state) {
+    (void)state;
+    size_t start;
+    Conversation c = answered(&start, "something else");
     assert_int_equal(c.cached, start + 3);  // the last generated id was not computed
     ask(&c, "Two", 200);
-    assert_memory_equal(c.ids.ids + start, generated, sizeof generated);
+    assert_memory_equal(c.ids.ids + start, answer_ids, sizeof answer_ids);
     assert_int_equal(c.ids.ids[start + 4], EOS);
     assert_int_equal(c.ids.ids[start + 5], BOS);
     assert_int_equal(c.cached, start + 3);
@@ -176,18 +184,14 @@ static void test_generated_ids_are_kept(void **state) {
 /* A stop string cuts the text of the answer, and what the model goes on from with it; what was before stays. */
 static void test_a_cut_answer_is_encoded_anew(void **state) {
     (void)state;
-    const int generated[] = {300, 301, 259, 300};
-    Conversation c = {.format = open_template(TEMPLATE_LLAMA2, DEMO_TOKENIZER)};
+    size_t start;
+    Conversation c = answered(&start, "x");
     Error err = {0};
-    ask(&c, "One", 200);
-    const size_t start = c.ids.n;
-    const Ids ids = {(int *)(uintptr_t)generated, COUNT(generated)};
-    assert_int_equal(conversation_answer(&c, "x", &ids, start + 3, &err), OK);
     ask(&c, "Two", 200);
     const size_t asked = c.asked, n = c.ids.n;
     assert_int_equal(c.ids.ids[asked], BOS);
     assert_int_equal(conversation_answer(&c, "yes", NULL, n + 7, &err), OK);
-    assert_memory_equal(c.ids.ids + start, generated, sizeof generated);
+    assert_memory_equal(c.ids.ids + start, answer_ids, sizeof answer_ids);
     Ids turn = {0};
     assert_int_equal(template_turn(&turn, &c.format, NULL, "Two", "yes", false, &err), OK);
     assert_ids(&(Ids){c.ids.ids + asked, c.ids.n - asked}, turn.ids, turn.n);

@@ -15,32 +15,9 @@ trap 'exit 1' HUP INT TERM
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
 export PATH="$bin:$PATH"  # run and convert
 unset SPDP_ISA
-failed=0
+. tests/harness.sh
 
 # ---- the harness ------------------------------------------------------------------------------------------
-
-# Run a test function in a subshell that ends at the first command that fails.
-t() {
-    rm -rf "$s/reason" "$s/out" "$s/err" "$s"/new*
-    (
-        set -eux
-        "$1"
-    ) >"$s/trace" 2>&1 </dev/null
-    case $? in
-    0) echo "ok $1" ;;
-    77) echo "skip $1: $(cat "$s/reason")" ;;
-    *)
-        echo "not ok $1"
-        tail -n 12 "$s/trace" | sed 's/^/    /'
-        failed=1
-        ;;
-    esac
-}
-
-skip_test() {
-    echo "$1" >"$s/reason"
-    exit 77
-}
 
 # A command with its output in $s/out and $s/err; its status must be the one given.
 status() {

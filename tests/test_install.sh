@@ -12,30 +12,9 @@ mkdir -p "${BUILD:-build}/test_install.$$" && s=$(cd "${BUILD:-build}/test_insta
 trap 'rm -rf "$s"' EXIT
 trap 'exit 1' HUP INT TERM
 export LC_ALL=C.UTF-8
-failed=0
+. tests/harness.sh
 
-# Run a test function in a subshell that ends at the first command that fails; status 77 skips, for the reason it left.
-t() {
-    (
-        set -eux
-        "$1"
-    ) >"$s/trace" 2>&1 </dev/null
-    case $? in
-    0) echo "ok $1" ;;
-    77) echo "skip $1: $(cat "$s/reason")" ;;
-    *)
-        echo "not ok $1"
-        tail -n 20 "$s/trace" | sed 's/^/    /'
-        failed=1
-        ;;
-    esac
-}
-
-needs() {
-    command -v "$1" && return
-    echo "$1 is not installed" >"$s/reason"
-    exit 77
-}
+needs() { command -v "$1" || skip_test "$1 is not installed"; }
 
 # ---- the options that a program takes, and those that each text names: one a line, sorted ---------------------
 
@@ -80,8 +59,8 @@ install_and_uninstall() {
     # The programs are built, whatever with: -o all leaves them as they are.
     unset MAKEFLAGS MFLAGS MAKELEVEL
     mkdir "$s/root"
-    make -s -o all install BIN="$bin" DESTDIR="$s/root" PREFIX=/opt/spdp
-    (cd "$s/root/opt/spdp" && find . ! -type d | sort) >"$s/installed"
+    make -s -o all install BIN="$bin" DESTDIR="$s/root" PREFIX=/prefix
+    (cd "$s/root/prefix" && find . ! -type d | sort) >"$s/installed"
     cat >"$s/expected" <<-end
 	./bin/spdp-convert
 	./bin/spdp-run
@@ -92,11 +71,11 @@ install_and_uninstall() {
 	end
     diff "$s/expected" "$s/installed"
     for program in run convert; do
-        "$s/root/opt/spdp/bin/spdp-$program" --version | grep "^$program (spdp) ."
-        cmp "man/$program.1" "$s/root/opt/spdp/share/man/man1/spdp-$program.1"
-        cmp completion/spdp.bash "$s/root/opt/spdp/share/bash-completion/completions/spdp-$program"
+        "$s/root/prefix/bin/spdp-$program" --version | grep "^$program (spdp) ."
+        cmp "man/$program.1" "$s/root/prefix/share/man/man1/spdp-$program.1"
+        cmp completion/spdp.bash "$s/root/prefix/share/bash-completion/completions/spdp-$program"
     done
-    make -s uninstall BIN="$bin" DESTDIR="$s/root" PREFIX=/opt/spdp
+    make -s uninstall BIN="$bin" DESTDIR="$s/root" PREFIX=/prefix
     [ -z "$(find "$s/root" ! -type d)" ]
 }
 t install_and_uninstall

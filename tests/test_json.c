@@ -8,7 +8,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../export/json.h"
+#include "../model/json.h"
 
 /* A copy of exactly this size, so that a sanitizer sees a read behind the end. */
 static cJSON *parse(const char *text, size_t bytes, int flags, Error *err) {

@@ -9,6 +9,9 @@ trap 'rm -rf "$s"' EXIT
 export BIN="${BIN:-.}" WORK="$s" RESULTS="$s/demo" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
 export SCORE_TOKENS=600 WINDOW=128 CALIB_TOKENS=1024 GRID_SP='0 0.5' GRID_DP='0 0.5' TOTALS=0.75 COMBINED_SP=0.5 METHOD_DP=
 csv=$s/demo/demo-quality.csv
+. tests/harness.sh
+
+needs_gnuplot() { command -v gnuplot || skip_test 'no gnuplot'; }
 
 # field COLUMN METHOD,SP,DP
 field() {
@@ -19,6 +22,7 @@ field() {
 check() { awk "BEGIN { exit !($1) }" || { echo "not: $1"; return 1; }; }
 
 sweep_measures_and_keeps() {
+    needs_gnuplot
     tests/quality/quality.sh sweep
     [ "$(wc -l <"$csv")" -eq 7 ]  # four of the grid, static and dynamic ratio .75 alone; .5 and .5 is in the grid
     awk -F, 'NF != 15 { exit 1 } { for (i = 1; i <= NF; i++) if ($i == "" && $3 != 0) exit 1 }' "$csv"
@@ -35,6 +39,7 @@ sweep_measures_and_keeps() {
 }
 
 sweep_goes_on_where_it_was() {
+    needs_gnuplot
     cp "$csv" "$s/whole"
     grep -v '^wanda,0.5,0.5,' "$s/whole" >"$csv"
     stat -c %Y "$s/demo"/*.bin >"$s/made"
@@ -45,21 +50,13 @@ sweep_goes_on_where_it_was() {
 }
 
 best_names_the_lowest() {
+    needs_gnuplot
     TOTAL=0.75 BEST_SP='0 0.5' tests/quality/quality.sh best >"$s/said"
     least=$(awk -F, '$1 == "wanda" && ($4 - 0.75) ^ 2 < 1e-6 { print $13 }' "$csv" | sort -g | head -1)
     grep -q "^best at total 0.75: .*perplexity $least\$" "$s/said"
 }
 
-status=0
-for name in sweep_measures_and_keeps sweep_goes_on_where_it_was best_names_the_lowest; do
-    if ! command -v gnuplot >/dev/null; then
-        echo "skip $name: no gnuplot"
-    elif (set -eux; "$name") >"$s/trace" 2>&1; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        tail -n 15 "$s/trace" | sed 's/^/    /'
-        status=1
-    fi
-done
-exit $status
+t sweep_measures_and_keeps
+t sweep_goes_on_where_it_was
+t best_names_the_lowest
+exit $failed

@@ -33,30 +33,6 @@ static void fill_random(fp16 *out, size_t n, double sp, uint32_t seed) {
     }
 }
 
-/* Bytes a millisecond of reading a buffer far larger than the caches. */
-static double read_ceiling(int n_threads) {
-    const size_t n = (size_t)1 << 27;  // u64: 1 GiB
-    uint64_t *p = memory_alloc(n * sizeof *p);
-    if (!p) {
-        exit(1);
-    }
-    memset(p, 1, n * sizeof *p);
-    double times[5];
-    volatile uint64_t sink = 0;
-    for (size_t i = 0; i < 5; i++) {
-        const double start = time_ms();
-        uint64_t sum = 0;
-#pragma omp parallel for num_threads(n_threads) reduction(+ : sum) schedule(static)
-        for (size_t j = 0; j < n; j++) {
-            sum += p[j];
-        }
-        sink = sink + sum;
-        times[i] = time_ms() - start;
-    }
-    free(p);
-    return (double)(n * sizeof *p) / median(times, 5);
-}
-
 static void bench_encoder(const fp16 *w, size_t rows, size_t cols, double sp) {
     double times[REPEATS];
     for (size_t i = 0; i < REPEATS; i++) {
@@ -154,8 +130,8 @@ int main(int argc, char **argv) {
         return 1;
     }
     printf("%s\n", be->device);
-    const double ceiling = read_ceiling(n_threads);
-    printf("read       %.1f GB/s\n", ceiling * 1e-6);
+    const double gb_s = be->read_ceiling(be), ceiling = gb_s * 1e6;  // bytes a millisecond
+    printf("read       %.1f GB/s\n", gb_s);
     fp16 *w = memory_alloc((size_t)4096 * 11008 * sizeof *w);
     fill_random(w, (size_t)4096 * 11008, 0.5, 1);
     bench_encoder(w, 4096, 11008, 0.5);

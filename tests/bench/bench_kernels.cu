@@ -120,25 +120,6 @@ static Time time_calls(const Bench *b, int reps, const std::function<void(int)> 
 
 /* ---- the device ---------------------------------------------------------------------------------------- */
 
-__global__ static void stream_read(const uint4 *p, size_t n, unsigned *out) {
-    const size_t step = (size_t)gridDim.x * blockDim.x;
-    unsigned x = 0;
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i + 7 * step < n; i += 8 * step) {
-        uint4 v[8];
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            v[j] = __ldcs(p + i + j * step);
-        }
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            x ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-        }
-    }
-    if (x == 0x12345678) {
-        *out = x;
-    }
-}
-
 /* What the driver says of the clocks, while the device works; "clocks unknown" without NVML. */
 static std::string clocks() {
     struct Nvml {
@@ -174,31 +155,18 @@ static std::string clocks() {
     return text;
 }
 
-/* GB/s of the best streaming read of 2 GiB; *state: the clocks meanwhile. */
-static double read_ceiling(const Bench *b, std::string *state) {
+/* The clocks while the device is at work. */
+static std::string clocks_at_work(const CudaLaunch *c) {
     const size_t bytes = (size_t)2 << 30;
-    const CudaLaunch *c = &b->c;
     void *p;
     CUDA_CHECK(cudaMalloc(&p, bytes));
-    CUDA_CHECK(cudaMemset(p, 1, bytes));
-    const auto read = [&](int per_sm, int threads) {
-        stream_read<<<c->n_sms * per_sm, threads, 0, c->stream>>>((const uint4 *)p, bytes / 16, c->counters);
-    };
-    double best = 0;
-    for (int per_sm : {4, 8, 16}) {
-        for (int threads : {256, 512}) {
-            const Time t = time_calls(b, 3, [&](int) { read(per_sm, threads); });
-            best = std::max(best, bytes / t.median * 1e-3);
-        }
+    for (int i = 0; i < 500; i++) {
+        CUDA_CHECK(cudaMemsetAsync(p, 1, bytes, c->stream));
     }
-    for (int i = 0; i < 500; i++) {  // a quarter of a second of work
-        read(8, 512);
-    }
-    CUDA_CHECK(cudaGetLastError());
-    *state = clocks();
-    CUDA_CHECK(cudaDeviceSynchronize());
+    const std::string state = clocks();
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
     CUDA_CHECK(cudaFree(p));
-    return best;
+    return state;
 }
 
 /* ---- cases --------------------------------------------------------------------------------------------- */
@@ -443,8 +411,9 @@ static void set_up(Bench *b, const char *path) {
         fprintf(stderr, "bench_kernels: %s\n", b->cublas ? "the CSV cannot be written" : err.text);
         exit(1);
     }
-    std::string state;
-    b->ceiling = read_ceiling(b, &state);
+    b->ceiling = read_ceiling_cuda(&b->c);
+    CHECK(b->ceiling > 0);
+    const std::string state = clocks_at_work(&b->c);
     const time_t now = time(NULL);
     char date[32];
     int driver;

@@ -14,7 +14,7 @@ FUZZ = $(BUILD)/fuzz
 # The product's sources are built once more, with the fuzzer's instrumentation and without OpenMP, whose library
 # clang would need as a further package.
 FUZZ_SOURCES = model/checkpoint.c model/config.c model/cli.c kernels/tiled_cbc.c kernels/util.c export/info.c \
-	export/json.c export/safetensors.c tokenizer/utf8.c tokenizer/tokenizer.cc
+	model/json.c export/safetensors.c tokenizer/utf8.c tokenizer/tokenizer.cc
 FUZZ_OBJECTS = $(FUZZ_SOURCES:%=$(FUZZ)/%.o)
 FUZZ_TARGETS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 

@@ -1,8 +1,8 @@
-/* fuzz_json.c: JSON of any bytes (export/json.h), with and without JSON_INTEGERS. */
+/* fuzz_json.c: JSON of any bytes (model/json.h), with and without JSON_INTEGERS. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../export/json.h"
+#include "../../model/json.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
