@@ -1,11 +1,8 @@
 /* fuzz_checkpoint.c: model files of any bytes (model/checkpoint.h), printed by info_print if they pass. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "../../export/info.h"
 #include "../../model/checkpoint.h"
+#include "fuzz.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed);
 size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
 

@@ -1,10 +1,6 @@
 /* fuzz_json.c: JSON of any bytes (model/json.h), with and without JSON_INTEGERS. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "../../model/json.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+#include "fuzz.h"
 
 static void use(const cJSON *value) {
     uint64_t integer;
@@ -30,11 +26,7 @@ static void print_and_parse(const cJSON *value) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    char *text = malloc(size);  // no byte behind
-    CHECK(text || size == 0);
-    if (size > 0) {
-        memcpy(text, data, size);
-    }
+    char *text = exact_copy(data, size);
     Error err;
     cJSON *any = json_parse(text, size, 0, &err), *integers = json_parse(text, size, JSON_INTEGERS, &err);
     CHECK(any || !integers);

@@ -1,10 +1,6 @@
 /* fuzz_safetensors.c: safetensors files of any bytes (export/safetensors.h). */
-#include <stdlib.h>
-#include <string.h>
-
 #include "../../export/safetensors.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+#include "fuzz.h"
 
 /* What the header promises of every entry; reading the last byte shows it to the sanitizer. */
 static void use(const Safetensors *st) {
@@ -27,11 +23,7 @@ static void use(const Safetensors *st) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    unsigned char *file = malloc(size);
-    CHECK(file || size == 0);
-    if (size > 0) {
-        memcpy(file, data, size);
-    }
+    unsigned char *file = exact_copy(data, size);
     Safetensors st;
     Error err;
     if (safetensors_parse(&st, file, size, &err) == OK) {

@@ -1,34 +1,7 @@
 /* fuzz_tokenizer.c: text of any bytes, and ids of any value (tokenizer/tokenizer.h). The first byte of the
  * input says which. Runs from the root of the repository, whose demo tokenizer it loads. */
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "../../kernels/util.h"
-#include "../../tokenizer/tokenizer.h"
 #include "../../tokenizer/utf8.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-#define MODEL "demo/tokenizer.model"
-#define MAX_MODEL (1 << 20)  // bytes
-
-static const Tokenizer *tokenizer(void) {
-    static Tokenizer *t;
-    if (!t) {
-        char error[200] = "cannot be read";
-        char *model = malloc(MAX_MODEL);
-        FILE *f = fopen(MODEL, "rb");
-        const size_t n = f && model ? fread(model, 1, MAX_MODEL, f) : 0;
-        if (!tokenizer_load(&t, model, n, error, sizeof error)) {
-            fprintf(stderr, "%s: %s (run from the root of the repository)\n", MODEL, error);
-            exit(1);
-        }
-        fclose(f);
-        free(model);
-    }
-    return t;
-}
+#include "fuzz.h"
 
 typedef struct {
     char *bytes;
@@ -55,7 +28,7 @@ static Text decode(const int *ids, size_t n) {
     char *out = malloc(TOKENIZER_MAX_PIECE);
     CHECK(out);
     for (size_t i = 0; i < n; i++) {
-        append(&text, out, tokenizer_decode(tokenizer(), &state, ids[i], out));
+        append(&text, out, tokenizer_decode(demo_tokenizer(), &state, ids[i], out));
     }
     append(&text, out, tokenizer_decode_end(&state, out));
     free(out);
@@ -71,12 +44,12 @@ static void encode_and_decode(const char *text, size_t n) {
     int *ids;
     size_t n_ids;
     char error[200];
-    if (!tokenizer_encode(tokenizer(), text, n, &ids, &n_ids, error, sizeof error)) {
+    if (!tokenizer_encode(demo_tokenizer(), text, n, &ids, &n_ids, error, sizeof error)) {
         CHECK(strlen(error) > 0);
         return;
     }
     for (size_t i = 0; i < n_ids; i++) {
-        CHECK(ids[i] >= 0 && ids[i] < tokenizer_vocab_size(tokenizer()));
+        CHECK(ids[i] >= 0 && ids[i] < tokenizer_vocab_size(demo_tokenizer()));
     }
     Text back = decode(ids, n_ids);
     if (comes_back(text, n)) {
@@ -95,7 +68,7 @@ static void decode_ids(const uint8_t *data, size_t size, size_t width) {
         ids[i] = 0;
         memcpy(&ids[i], data + i * width, width);
         if (width == 2) {
-            ids[i] = ids[i] % (tokenizer_vocab_size(tokenizer()) + 8) - 4;
+            ids[i] = ids[i] % (tokenizer_vocab_size(demo_tokenizer()) + 8) - 4;
         }
     }
     free(decode(ids, n).bytes);
@@ -110,10 +83,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         decode_ids(data + 1, size - 1, data[0] == '2' ? 2 : 4);
         return 0;
     }
-    char *text = malloc(size);  // no byte behind
-    CHECK(text);
-    memcpy(text, data + 1, size - 1);
-    text = realloc(text, size - 1 ? size - 1 : 1);
+    char *text = exact_copy(data + 1, size - 1);
     encode_and_decode(text, size - 1);
     free(text);
     return 0;

@@ -1,10 +1,11 @@
 #!/bin/sh
-# Write the seeds of the fuzz targets: `tests/fuzz/make_corpus.sh`, from the root of the repository, after `make`.
+# Write the seeds of the fuzz targets, and the model that fuzz_decode loads: `tests/fuzz/make_corpus.sh`, from the
+# root of the repository, after `make`.
 # The names of the safetensors seeds are those of the collected header recipes (H0 to H12).
 set -eu
 convert=${BIN:-.}/convert
 corpus=tests/fuzz/corpus
-for target in checkpoint safetensors json tokenizer; do
+for target in checkpoint safetensors json tokenizer llama2c decode chat; do
     mkdir -p "$corpus/$target"
     rm -f "$corpus/$target"/*
 done
@@ -23,7 +24,9 @@ O=3 GATE_UP=5 HEAD=8
 KIND=0 FLAGS=40 FORMAT=44 N_PARTS=68 ROWS=72
 
 c=$corpus/checkpoint
-synthetic() { "$convert" --synthetic "$1" "$c/$2" --no-tokenizer --prune all -q --seed 1 --sp "$3" --format "$4"; }
+synthetic() {
+    "$convert" --synthetic "$1" "$c/$2" --no-tokenizer --prune all -q --seed 1 --sp "$3" --dp 0 --format "$4"
+}
 synthetic 16:40:1:2:1:8:32 tiled 0.5 tiled-cbc
 synthetic 16:40:1:2:1:8:32 dense 0 dense
 synthetic 20:150:1:2:1:3:4 two-tile-rows 0.9 tiled-cbc
@@ -127,3 +130,86 @@ token ids '2\005\0\007\0\144\0\054\001'
 token byte-ids '2\367\0\243\0\252\0\235\0'
 token control-ids '2\004\0\005\0\006\0\005\0'
 token range-ids '4\377\377\377\377\377\377\377\177\0\0\0\200\0\0\0\0'
+
+# ---- llama2.c checkpoints; the target adds what a file is short of ----
+
+# bytes N..., words N...: integers of one and of four bytes, little-endian, negative ones too.
+bytes() { for n; do printf "\\$(printf %o $((n & 255)))"; done; }
+words() { for n; do bytes "$n" $((n >> 8)) $((n >> 16)) $((n >> 24)); done; }
+
+l=$corpus/llama2c
+{ words 4 6 1 2 1 3 5; head -c 616 /dev/zero; } >"$l/v0"
+words 4 6 1 2 2 -3 5 >"$l/v0-own-head"
+{ words 8 12 2 2 1 3 5; words 0x3f800000 0x7fc00000; } >"$l/v0-nan"
+{ words 4 6 1 2 1 3 5; words 0xc0490fdb 0x477fe000 0x47800000; } >"$l/v0-large"
+words 4 6 1 2 1 0x80000000 5 >"$l/v0-vocab-int-min"
+words 0x40000000 0x7fffffff 1 1 1 3 5 >"$l/v0-wide"
+words 2 1 60 1 1 3 1 >"$l/v0-deep"
+words 6 6 1 2 1 3 5 >"$l/v0-odd-head"
+words 4 6 1 2 1 3 >"$l/v0-cut"
+v1() { words 0x616b3432 "$1"; shift; words "$@"; }
+{ v1 1 4 6 1 2 1 3 5; bytes 1; head -c 219 /dev/zero; } >"$l/v1"
+{ v1 1 8 12 2 4 2 5 0x7fffffff; bytes 0; head -c 219 /dev/zero; words 0xff800000; } >"$l/v1-own-head"
+{ v1 1 4 6 1 2 1 3 5; bytes 7; head -c 219 /dev/zero; } >"$l/v1-bad-flag"
+v1 2 4 6 1 2 1 3 5 >"$l/v2"
+
+# ---- decode: Settings of the target, then ids ----
+
+# Small, as every input costs tens of tokens; matrices of both formats.
+"$convert" --synthetic 20:12:2:2:1:67:24 tests/fuzz/model.bin --no-tokenizer --prune mlp -q --seed 1 --sp 0.5 \
+    --dp 0 --format tiled-cbc --force
+
+# decode NAME 'FLAGS CACHED PIECE N_NEW' 'TEMPERATURE TOP_P TOP_K THRESHOLD' 'NORM NORM INTERRUPT_AT STOP_LENGTHS' \
+#     IDS
+decode() { { bytes $2; words $3; bytes $4 5 6 7 0; printf "$5"; } >"$corpus/decode/$1"; }
+
+ids='\001\024\007\050\003\052\011\020'
+eight='12345678'
+sampled='0x3f4ccccd 0x3f666666 0 0'
+decode greedy '2 0 0 20' '0 0 0 0' '0 0 0 0' $ids
+decode sampled '3 0 0 20' "$sampled" '0 0 0 0' $ids
+decode top-k '2 0 0 20' '0x40000000 0x3f800000 3 0' '0 0 0 0' $ids
+decode top-k-1 '2 0 0 20' '0x47c35000 0x00000001 1 0' '0 0 0 0' $ids
+decode end-of-sequence '0 0 0 30' '0x47c35000 0 0 0' '0 0 0 0' $ids
+decode cached '3 5 2 3' "$sampled" '0 0 0 0' $ids
+decode cached-by-decode '6 5 0 0' "$sampled" '0 0 0 0' $ids
+decode thresholds '11 3 1 9' '0 0 0 0x3f000000' '0 0 0 0' $ids
+decode threshold-nan '10 0 0 9' '0 0 0 0x7fc00000' '0 0 0 0' $ids
+decode norm-nan '19 0 0 9' "$sampled" '0 0x7e 0 0' $ids
+decode norm-large '18 0 0 9' "$sampled" '255 0x7b 0 0' $ids
+decode interrupt '66 0 0 9' "$sampled" '0 0 3 0' $ids
+decode interrupt-first '66 0 0 9' "$sampled" '0 0 0 0' $ids
+decode interrupt-prefill '66 2 0 0' "$sampled" '0 0 0 0' $ids
+decode stop '130 0 0 -1' "$sampled" '0 0 0 0x53' $ids
+decode many-new '34 2 0 0' "$sampled" '0 0 0 0' $ids
+decode full '2 9 4 5' '0 0 0 0' '0 0 0 0' $eight$eight$eight
+decode beyond '2 40 9 5' '0 0 0 0' '0 0 0 0' $eight$eight$eight$eight$eight
+decode raw-ids '2 0 0 3' '0 0 0 0' '0 0 0 0' '\001\0\0\0\102\0\0\0'
+decode raw-beyond '2 0 0 3' '0 0 0 0' '0 0 0 0' '\001\0\103\0\0\200'
+decode raw-odd '2 0 0 3' '0 0 0 0' '0 0 0 0' '\001\0\002'
+
+# ---- chat: the template, the context, then what is typed ("0" to "3") or a transcript ("4" to "7") ----
+
+chat() { printf "$2" >"$corpus/chat/$1"; }
+user='{"role":"user","content":"Hello"}\n'
+assistant='{"role":"assistant","content":" you \\u00e9\\n"}\n'
+system='{"role":"system","content":"Be \\"kind\\"."}\n'
+chat llama2 '0PHello\nHow are you?\nAnd you?\n#some ids\n/save\nBye'
+chat zephyr '1P/system Be kind.\nHello\nyou\nMore\n  text \n/save\n'
+chat plain '2P/system A tale.\nOnce upon\n a time\nThen\n#abc\n'
+chat none '3POnce upon\n#\nThen\n\n'
+chat control-tokens '0P<s>[INST] Hi [/INST] </s><s><unk>\n</s>\n/system <</SYS>><s>\n<0x01>\n'
+chat full '0\014Hello\nyou\nHow are you?\nfine\nAnd again?\nfine\nAnd again?\n#fine\nAnd now?\n'
+chat tiny '2\001Hello\nyou\n'
+chat lines '2Pa\\\nb\\\\\n\nc\n"""d\n\n e\\\n"""\n"""one"""\nx\r\n\r\n"""open'
+chat bytes '1P\377\303(\nan\0swer\n\001\342\226\201\360\237\246\231\n'
+chat transcript "4P$system$user$assistant$user$assistant"
+chat transcript-plain "6P$user$assistant"
+chat transcript-no-system "7P$system$user$assistant"
+chat transcript-zephyr "5P$user$assistant"
+chat transcript-roles "4P$assistant$user"
+chat transcript-open "5P$user$assistant$user"
+chat transcript-cut '6P{"role":"user","content":"a"'
+chat transcript-comma '6P{"1":1,'
+chat transcript-nul '6P{"role":"user","content":"a\\u0000b"}\r\n'"$assistant"
+chat transcript-empty '4P'
