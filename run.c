@@ -4,27 +4,29 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
-#include <signal.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "chat/chat.h"
 #include "model/bench.h"
 #include "model/cli.h"
+#include "model/expanded.h"
 #include "model/generate.h"
 #include "model/input.h"
 #include "model/json.h"
 #include "model/perplexity.h"
-#include "model/reach.h"
+#include "model/report.h"
 #include "model/score.h"
 #include "model/synthetic.h"
 #include "model/thresholds.h"
+#include "model/unfinished.h"
 #include "tokenizer/text_stream.h"
 #include "tokenizer/tokenizer.h"
 
 static const char usage[] =
-    "usage: run MODEL [options]                MODEL is a file made by convert\n"
+    "usage: run MODEL [options]                MODEL is a file made by convert; --ppl takes several\n"
     "       run --synthetic SHAPE [options]    random weights, made in memory, for speed work\n"
     "input\n"
     "  -p TEXT             prompt; several are answered one after the other\n"
@@ -84,6 +86,8 @@ static const char usage[] =
 
 typedef struct {
     const char *model, *file, *ppl_file, *score_file, *json, *backend;
+    char *const *models;            // of which model is the one at work
+    int n_models;
     SyntheticParams synthetic;      // shape: NULL = a file
     int prompt_tokens;              // of random ids; 0: not given
     const char *synthetic_only;     // an option that was given and makes sense with --synthetic alone
@@ -110,6 +114,9 @@ typedef struct {
     Checkpoint ck;
     Synthetic synthetic;   // with --synthetic: what ck is a copy of,
     Ids random_prompt;     // and the prompt
+    bool dense;            // the dense form of a file is wanted: ck is then a copy of
+    Expanded expanded;     // this, made from
+    Checkpoint file;       // that
     Tokenizer *tokenizer;  // NULL: ids only
     Backend *be;
     Model model;
@@ -371,11 +378,13 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
     if (o->synthetic.shape && argc > optind) {
         return error_set(err, ERR_USAGE, "--synthetic takes the place of MODEL (%.100s)", argv[optind]);
     }
-    if (!o->synthetic.shape && argc - optind != 1) {
+    o->models = argv + optind;
+    o->n_models = argc - optind;
+    if (!o->synthetic.shape && (o->n_models == 0 || (o->n_models > 1 && !o->ppl_file))) {
         return error_set(err, ERR_USAGE, "%s (-h shows the usage)",
-                         argc == optind ? "MODEL is missing" : "more than one MODEL");
+                         o->n_models == 0 ? "MODEL is missing" : "more than one MODEL, which only --ppl takes");
     }
-    o->model = o->synthetic.shape ? o->synthetic.shape : argv[optind];
+    o->model = o->synthetic.shape ? o->synthetic.shape : o->models[0];
     if ((o->n_prompts > 0) + (o->file != NULL) + (o->ppl_file != NULL) + (o->score_file != NULL) + o->bench > 1) {
         return error_set(err, ERR_USAGE, "-p, -f, --ppl, --score and --bench exclude each other");
     }
@@ -513,48 +522,6 @@ static void echo_prompt(Output *out, const Ids *prompt) {
     }
 }
 
-/* Sparsity of the matrices that were pruned, by the counts in the section table. */
-static double file_sparsity(const Checkpoint *ck) {
-    double elements = 0, nonzeros = 0;
-    for (size_t i = 0; i < ck->n_sections; i++) {
-        const FileSection *s = &ck->sections[i];
-        if (s->flags & SECTION_PRUNED) {
-            elements += (double)s->rows * (double)s->cols;
-            nonzeros += (double)s->nnz;
-        }
-    }
-    return elements > 0 ? 1 - nonzeros / elements : 0;
-}
-
-static double bandwidth_gb_s(const GenerateResult *g) { return g->bytes_per_token / g->timing.tpot_ms * 1e-6; }
-
-/* What was skipped of the matrices that can skip columns; with -v site by site. */
-static void report_skipped(const Run *run, const ProductStats *sites) {
-    const ProductStats all = stats_sum(sites, N_DP_SITES);
-    if (all.elements == 0) {
-        return;
-    }
-    fprintf(stderr, "skipped   %.2f %% of inputs (%.4g %% asked), %.2f %% of weights, over Tiled-CBC matrices\n",
-            100 * stats_dp(&all), 100 * run->thresholds.asked, 100 * stats_total(&all));
-    for (int site = 0; site < N_DP_SITES && run->o.verbose; site++) {
-        const ProductStats *s = &sites[site];
-        if (s->elements > 0) {
-            const double asked = thresholds_asked(&run->thresholds, (Site)site);
-            fprintf(stderr, "          %-16s  %.2f %% of inputs (%.4g %% asked), %.2f %% of weights\n",
-                    site_name((Site)site), 100 * stats_dp(s), 100 * asked, 100 * stats_total(s));
-        }
-    }
-}
-
-static void report_overlap(const Overlap *o) {
-    if (isfinite(o->reached)) {
-        fprintf(stderr,
-                "overlap   %.2f %% of weights are both pruned and skipped, %.2f %% if the two were independent; worst: "
-                "layer %d, %s, %+.2f points\n",
-                100 * o->reached, 100 * o->independent, o->worst_layer, site_name(o->worst_site), 100 * o->worst);
-    }
-}
-
 /* Text in quotes, with escapes; the memory is cJSON's. */
 static char *quoted(const char *text) {
     cJSON *string = cJSON_CreateString(text);
@@ -611,90 +578,28 @@ static cJSON *logprobs_json(const Run *run) {
     return array;
 }
 
-static void report_generation(const Run *run, const GenerateResult *g) {
-    const Timing *t = &g->timing;
-    const Model *m = &run->model;
-    fprintf(stderr, "prefill   %5zu tok  %10.2f ms  %8.1f tok/s\n", t->prefill_tokens, t->ttft_ms, t->prefill_tok_s);
-    if (t->decode_tokens >= 2) {
-        fprintf(stderr,
-                "decode    %5zu step %10.2f ms  %8.1f tok/s   TPOT %.2f ms (median %.2f, p99 %.2f)\n",
-                t->decode_tokens - 1, t->total_ms - t->ttft_ms, t->decode_tok_s, t->tpot_ms, t->tpot_median_ms,
-                t->tpot_p99_ms);
-        fprintf(stderr, "reads     %s a token, %.1f GB/s\n", size_text(g->bytes_per_token).text, bandwidth_gb_s(g));
-    } else {
-        fprintf(stderr, "decode    %5zu tok   TPOT n/a (needs two tokens)\n", t->decode_tokens);
-    }
-    if (isfinite(g->joules_per_token)) {
-        fprintf(stderr, "energy    %.3g J a token\n", g->joules_per_token);
-    }
-    fprintf(stderr, "total     %.2f ms, seed %llu, stop: %s\n", t->total_ms,
-            (unsigned long long)run->o.generate.sample.seed, stop_reason_name(g->stop));
-    report_skipped(run, g->sites);
-    if (run->o.verbose) {
-        fprintf(stderr, "memory    weights %s, KV %s, activations %s, peak %s\n", size_text((double)m->weight_bytes).text,
-                size_text((double)m->kv_bytes).text, size_text((double)m->scratch_bytes).text,
-                size_text((double)memory_peak()).text);
-    }
-}
-
-/* A figure, null where there is none. */
-static void add_figure(cJSON *json, const char *key, double value) {
-    if (isfinite(value)) {
-        cJSON_AddNumberToObject(json, key, value);
-    } else {
-        cJSON_AddNullToObject(json, key);
-    }
-}
-
 /* One line; json is released. */
 static int write_json_line(const Run *run, cJSON *json, Error *err) {
     char *text = cJSON_PrintUnformatted(json);
     cJSON_Delete(json);
-    const bool ok = text && fprintf(run->json, "%s\n", text) > 0 && fflush(run->json) == 0;
+    const bool ok = fprintf(run->json, "%s\n", text) > 0 && fflush(run->json) == 0;
+    const int reason = errno;
     cJSON_free(text);
-    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: cannot be written", run->o.json);
+    if (ok) {
+        unfinished_forget(run->o.json);
+    }
+    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: %s", run->o.json, strerror(reason));
 }
 
-/* One object with every key; g or p is NULL where it does not apply. */
-static int write_json(const Run *run, const GenerateResult *g, const PerplexityResult *p, Error *err) {
-    const Timing none = {0, 0, NAN, NAN, NAN, NAN, NAN, NAN, NAN}, *t = g ? &g->timing : &none;
-    const bool steps = g && t->decode_tokens >= 2;
-    const ProductStats products = steps ? g->products : p ? stats_sum(p->sites, N_DP_SITES) : (ProductStats){0};
-    cJSON *json = cJSON_CreateObject();
-    add_figure(json, "ttft_ms", t->ttft_ms);
-    add_figure(json, "prefill_tokens", g ? (double)t->prefill_tokens : NAN);
-    add_figure(json, "prefill_tok_s", t->prefill_tok_s);
-    add_figure(json, "decode_tokens", g ? (double)t->decode_tokens : NAN);
-    add_figure(json, "tpot_ms", t->tpot_ms);
-    add_figure(json, "tpot_median_ms", t->tpot_median_ms);
-    add_figure(json, "tpot_p99_ms", t->tpot_p99_ms);
-    add_figure(json, "decode_tok_s", t->decode_tok_s);
-    add_figure(json, "bytes_per_token", steps ? g->bytes_per_token : NAN);
-    add_figure(json, "gb_s", steps ? bandwidth_gb_s(g) : NAN);
-    add_figure(json, "ceiling_gb_s", NAN);  // measured by --bench
-    add_figure(json, "joules_per_token", g ? g->joules_per_token : NAN);
-    add_figure(json, "sp", file_sparsity(&run->ck));
-    add_figure(json, "dp_asked", run->thresholds.asked);
-    add_figure(json, "dp_reached", stats_dp(&products));
-    add_figure(json, "total", stats_total(&products));
-    add_figure(json, "overlap", p ? p->overlap.reached : NAN);
-    add_figure(json, "overlap_independent", p ? p->overlap.independent : NAN);
-    add_figure(json, "overlap_worst", p && isfinite(p->overlap.reached) ? p->overlap.worst : NAN);
-    add_figure(json, "nll", p ? p->nll : NAN);
-    add_figure(json, "nll_stderr", p ? p->nll_stderr : NAN);
-    add_figure(json, "perplexity", p ? p->perplexity : NAN);
-    // A 64-bit seed does not fit in a JSON number of double precision, so it is written as its digits.
-    char seed[24];
-    snprintf(seed, sizeof seed, "%llu", (unsigned long long)run->o.generate.sample.seed);
-    cJSON_AddRawToObject(json, "seed", g ? seed : "null");
-    cJSON_AddRawToObject(json, "stop_reason", "null");
-    if (g) {
-        cJSON_ReplaceItemInObjectCaseSensitive(json, "stop_reason", cJSON_CreateString(stop_reason_name(g->stop)));
-    }
-    cJSON_AddStringToObject(json, "backend", run->be->name);
-    cJSON_AddStringToObject(json, "device", run->be->device);
-    cJSON_AddItemToObject(json, "logprobs", g && run->o.logprobs ? logprobs_json(run) : cJSON_CreateNull());
-    return write_json_line(run, json, err);
+static Measured measured(const Run *run) {
+    return (Measured){
+        .name = run->o.model,
+        .ck = &run->ck,
+        .model = &run->model,
+        .thresholds = &run->thresholds,
+        .seed = run->o.generate.sample.seed,
+        .verbose = run->o.verbose,
+    };
 }
 
 /* ---- the jobs ----------------------------------------------------------------------------------------------- */
@@ -737,13 +642,17 @@ static int answer(Run *run, const Ids *prompt, bool last, Error *err) {
         *err = out.error;
         rc = err->code;
     }
+    const Measured x = measured(run);
     if (!rc && run->chatty) {
-        report_generation(run, &g);
+        report_generation(&x, &g);
     }
     if (!rc && run->chatty && !run->json) {
         report_logprobs(run);
     }
-    return rc || !run->json ? rc : write_json(run, &g, NULL, err);
+    if (rc || !run->json) {
+        return rc;
+    }
+    return write_json_line(run, figures_json(&x, &g, NULL, run->o.logprobs ? logprobs_json(run) : NULL), err);
 }
 
 static void hint_control_tokens(const Run *run, const Bytes *text) {
@@ -797,7 +706,7 @@ static void show_perplexity(void *user, size_t done, size_t total, double nll) {
     progress_show(user, (double)done, (double)total);
 }
 
-static int measure_perplexity(Run *run, Error *err) {
+static int measure_perplexity(PerplexityResult *result, Run *run, Error *err) {
     Bytes input = {0};
     Ids ids = {0};
     PerplexityResult p;
@@ -811,18 +720,35 @@ static int measure_perplexity(Run *run, Error *err) {
         return rc;
     }
     progress_end(&progress);
+    const Measured x = measured(run);
     if (run->chatty) {
-        fprintf(stderr,
-                "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; "
-                "%zu tokens scored\n",
-                p.n_windows, p.protocol.window, p.protocol.stride, p.protocol.prefix, p.n_scored);
-        fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", file_sparsity(&run->ck));
-        report_skipped(run, p.sites);
-        report_overlap(&p.overlap);
-        fprintf(stderr, "nll       %.6f +- %.6f nats a token\nppl       %.4f\n", p.nll, p.nll_stderr, p.perplexity);
-        fprintf(stderr, "speed     %.1f tok/s\n", (double)p.n_scored / p.ms * 1e3);
+        report_perplexity(&x, &p);
     }
-    return run->json ? write_json(run, NULL, &p, err) : OK;
+    *result = p;
+    return run->json ? write_json_line(run, figures_json(&x, NULL, &p, NULL), err) : OK;
+}
+
+static void tear_down_model(Run *run);
+static int set_up(Run *run, Error *err);
+
+/* One model after the other. */
+static int measure_perplexities(Run *run, Error *err) {
+    const int n = run->o.n_models;
+    PerplexityResult *results = calloc((size_t)n, sizeof *results);
+    int rc = results ? OK : error_set(err, ERR_MEMORY, "no memory for the results of %d models", n);
+    for (int i = 0; i < n && !rc; i++) {
+        if (i > 0) {
+            tear_down_model(run);
+            run->o.model = run->o.models[i];
+            rc = set_up(run, err);
+        }
+        rc = rc ? rc : measure_perplexity(&results[i], run, err);
+    }
+    if (!rc && n > 1 && run->chatty) {
+        report_comparison(run->o.models, results, n);
+    }
+    free(results);
+    return rc;
 }
 
 /* The ids of an item's text. Where the context's end falls within a token of the whole, the context's own ids
@@ -910,67 +836,6 @@ static int score_all(Run *run, Error *err) {
     return rc;
 }
 
-static void print_bench_row(const BenchRow *r, double ceiling) {
-    char reached[16] = "-", share[16] = "n/a", energy[16] = "n/a";
-    if (isfinite(r->dp_reached)) {
-        snprintf(reached, sizeof reached, "%.3f", r->dp_reached);
-    }
-    if (isfinite(ceiling)) {
-        snprintf(share, sizeof share, "%.0f %%", 100 * r->gb_s / ceiling);
-    }
-    if (isfinite(r->joules_per_token)) {
-        snprintf(energy, sizeof energy, "%.3g", r->joules_per_token);
-    }
-    printf("%-9s  %5.3f  %4.2f  %7s  %6d  %5d  ", r->tiled ? "tiled-cbc" : "dense", r->sp, r->dp_asked, reached,
-           r->n_prompt, r->n_prompt + r->n_new);
-    printf("%9.2f  %8.1f  %8.3f  %8.3f  %8.3f  ", r->timing.ttft_ms, r->timing.prefill_tok_s,
-           r->timing.tpot_median_ms, r->timing.tpot_p99_ms, r->step_min_ms);
-    printf("%10s  %7.1f  %5s  %7s\n", size_text(r->bytes_per_token).text, r->gb_s, share, energy);
-}
-
-static void print_bench(const Run *run, const Bench *b, double ceiling) {
-    printf("%s; read ceiling ", run->be->device);
-    printf(isfinite(ceiling) ? "%.1f GB/s\n" : "n/a (no room to measure it)\n", ceiling);
-    printf("random ids as prompt, greedy, %d new tokens, end of sequence ignored; one generation of each row warms "
-           "up and is not counted, then %d are:\n"
-           "TTFT: their median; TPOT: median of all their steps; GB/s: at the median; ceil.: share of the ceiling "
-           "(above 100 %% where weights stay in a cache)\n",
-           b->rows[0].n_new, BENCH_REPEATS);
-    printf("%-9s  %5s  %4s  %7s  %6s  %5s  ", "storage", "SP", "DP", "reached", "prompt", "depth");
-    printf("%9s  %8s  %8s  %8s  %8s  ", "TTFT ms", "tok/s", "TPOT ms", "p99", "min");
-    printf("%10s  %7s  %5s  %7s\n", "read/token", "GB/s", "ceil.", "J/token");
-    for (int i = 0; i < b->n_rows; i++) {
-        print_bench_row(&b->rows[i], ceiling);
-    }
-}
-
-static cJSON *bench_row_json(const Run *run, const BenchRow *r, double ceiling) {
-    cJSON *json = cJSON_CreateObject();
-    cJSON_AddStringToObject(json, "storage", r->tiled ? "tiled-cbc" : "dense");
-    add_figure(json, "sp", r->sp);
-    add_figure(json, "dp_asked", r->dp_asked);
-    add_figure(json, "dp_reached", r->dp_reached);
-    add_figure(json, "total", r->total);
-    add_figure(json, "prefill_tokens", r->n_prompt);
-    add_figure(json, "decode_tokens", r->n_new);
-    add_figure(json, "repeats", BENCH_REPEATS);
-    add_figure(json, "ttft_ms", r->timing.ttft_ms);
-    add_figure(json, "prefill_tok_s", r->timing.prefill_tok_s);
-    add_figure(json, "tpot_ms", r->timing.tpot_ms);
-    add_figure(json, "tpot_median_ms", r->timing.tpot_median_ms);
-    add_figure(json, "tpot_p99_ms", r->timing.tpot_p99_ms);
-    add_figure(json, "tpot_min_ms", r->step_min_ms);
-    add_figure(json, "decode_tok_s", r->timing.decode_tok_s);
-    add_figure(json, "bytes_per_token", r->bytes_per_token);
-    add_figure(json, "gb_s", r->gb_s);
-    add_figure(json, "ceiling_gb_s", ceiling);
-    add_figure(json, "share_of_ceiling", r->gb_s / ceiling);
-    add_figure(json, "joules_per_token", r->joules_per_token);
-    cJSON_AddStringToObject(json, "backend", run->be->name);
-    cJSON_AddStringToObject(json, "device", run->be->device);
-    return json;
-}
-
 static int bench_loaded(Bench *b, Run *run, Error *err) {
     const Options *o = &run->o;
     BenchPlan plan = {
@@ -992,20 +857,26 @@ static int bench_loaded(Bench *b, Run *run, Error *err) {
     }
     Progress progress = {.label = "bench", .unit = "generations", .quiet = !run->chatty, .wait_ms = SHORT_LOAD_MS};
     return bench_model(b, &run->model, &run->ck, o->synthetic.shape ? &run->synthetic : NULL,
-                       file_sparsity(&run->ck), &plan, &progress, err);
+                       checkpoint_sparsity(&run->ck), &plan, &progress, err);
 }
 
-static void unload(Run *run);
-static int set_up(Run *run, Error *err);
-
-/* The dense model of the same shape in the place of the pruned one. */
+/* The dense model in the place of the pruned one: of the same shape, or the file's with its zeros. */
 static int bench_dense(Bench *b, Run *run, Error *err) {
-    unload(run);
+    tear_down_model(run);
+    run->dense = true;
     run->o.synthetic.sp = 0;
     run->o.synthetic.dp = 0;
     run->o.dp = (Ratios){NAN, NAN};
     run->o.dp_by_site = false;
-    const int rc = set_up(run, err);
+    Error reason = {0};
+    const int rc = set_up(run, &reason);
+    if (rc == ERR_MEMORY && run->be) {
+        if (run->chatty) {
+            fprintf(stderr, "note      the dense form is not measured: %s\n", reason.text);
+        }
+        return OK;
+    }
+    *err = rc ? reason : *err;
     return rc ? rc : bench_loaded(b, run, err);
 }
 
@@ -1013,29 +884,25 @@ static int bench_all(Run *run, Error *err) {
     Bench b = {0};
     const double ceiling = run->be->read_ceiling(run->be);
     int rc = bench_loaded(&b, run, err);
-    if (!rc && run->o.synthetic.shape && b.rows[0].tiled) {
+    if (!rc && b.rows[0].tiled) {
         rc = bench_dense(&b, run, err);
     }
     if (rc) {
         return rc;
     }
-    print_bench(run, &b, ceiling);
-    if (!run->json) {
-        return OK;
-    }
-    cJSON *rows = cJSON_CreateArray();
-    for (int i = 0; i < b.n_rows; i++) {
-        cJSON_AddItemToArray(rows, bench_row_json(run, &b.rows[i], ceiling));
-    }
-    return write_json_line(run, rows, err);
+    print_bench(&b, run->be, ceiling);
+    return run->json ? write_json_line(run, bench_json(&b, run->be, ceiling), err) : OK;
 }
 
 static int chat(Run *run, Error *err) {
     const Options *o = &run->o;
     TemplateKind format = o->format_given ? o->format : TEMPLATE_PLAIN;
-    const char *whose = o->format_given                      ? "asked"
-                        : chat_template_of(&format, &run->ck) ? "from the file"
-                                                             : "(the file names none)";
+    bool found = false;
+    const int rc = o->format_given ? OK : chat_template_of(&format, &found, &run->ck, err);
+    if (rc) {
+        return rc;
+    }
+    const char *whose = o->format_given ? "asked" : found ? "from the file" : "(the file names none)";
     if (run->chatty) {
         fprintf(stderr, "chat      template %s %s, context %d, seed %llu; /help lists the commands\n",
                 template_name(format), whose, run->model.seq_len, (unsigned long long)o->generate.sample.seed);
@@ -1077,10 +944,12 @@ static int open_model(Run *run, Error *err) {
         run->ck = run->synthetic.ck;
         return rc;
     }
-    int rc = checkpoint_open(&run->ck, o->model, err);
-    if (!rc && o->verify && (rc = checkpoint_verify(&run->ck, err))) {
+    int rc = checkpoint_open(&run->file, o->model, err);
+    if (!rc && o->verify && (rc = checkpoint_verify(&run->file, err))) {
         error_prefix(err, o->model);
     }
+    rc = rc || !run->dense ? rc : expanded_open(&run->expanded, &run->file, err);
+    run->ck = run->dense ? run->expanded.ck : run->file;
     return rc ? rc : load_tokenizer(run, err);
 }
 
@@ -1098,8 +967,9 @@ static int load_model(Run *run, Error *err) {
         .quiet = !run->chatty,
         .wait_ms = SHORT_LOAD_MS,
     };
-    const WeightSource source =
-        synthetic ? weights_of_synthetic(&run->synthetic, &progress) : weights_of_file(&progress);
+    const WeightSource source = synthetic    ? weights_of_synthetic(&run->synthetic, &progress)
+                                : run->dense ? weights_of_expanded(&run->expanded, &progress)
+                                             : weights_of_file(&progress);
     MemoryPlan plan = {0};
     int rc = model_plan(&plan, ck, run->be, context, all_logits, &source, err);
     if (plan.context > 0 && run->chatty && o->verbose) {
@@ -1179,6 +1049,10 @@ static int open_json(Run *run, Error *err) {
         if (!run->json) {
             return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
         }
+        struct stat st;
+        if (run->json != stderr && lstat(path, &st) == 0 && S_ISREG(st.st_mode)) {
+            unfinished_set(path);  // until it has a line
+        }
     }
     return OK;
 }
@@ -1211,7 +1085,7 @@ static int set_up(Run *run, Error *err) {
     }
     if (run->chatty) {
         fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse; %s in %.0f ms%s\n", run->be->device,
-                o->model, size_text((double)run->ck.bytes).text, 100 * file_sparsity(&run->ck),
+                o->model, size_text((double)run->ck.bytes).text, 100 * checkpoint_sparsity(&run->ck),
                 o->synthetic.shape ? "made" : "loaded", loaded_ms, o->verify ? ", checksums verified" : "");
         if (!o->bench) {
             report_dp(run);
@@ -1220,21 +1094,24 @@ static int set_up(Run *run, Error *err) {
     return OK;
 }
 
-/* The model and the backend that holds it. */
-static void unload(Run *run) {
+/* The model, what it was made from, and the backend that holds it. */
+static void tear_down_model(Run *run) {
+    thresholds_free(&run->thresholds);
     model_free(&run->model);
+    expanded_close(&run->expanded);
     if (run->be) {
         run->be->free(run->be);
         run->be = NULL;
     }
-    checkpoint_close(&run->ck);
+    tokenizer_free(run->tokenizer);
+    run->tokenizer = NULL;
+    checkpoint_close(&run->file);
     synthetic_close(&run->synthetic);
+    run->ck = (Checkpoint){0};
 }
 
 static void tear_down(Run *run) {
-    thresholds_free(&run->thresholds);
-    unload(run);
-    tokenizer_free(run->tokenizer);
+    tear_down_model(run);
     free(run->random_prompt.ids);
     logprobs_free(&run->logprobs);
     if (run->json && run->json != stderr) {
@@ -1246,12 +1123,13 @@ int main(int argc, char **argv) {
     Run run = {0};
     Error err = {0};
     bool done = false;
-    signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a failed write like a full disk
+    cli_begin();
+    json_require_memory();
     int rc = parse_arguments(&run.o, &done, argc, argv, &err);
     if (!rc && !done) {
         rc = set_up(&run, &err);
         rc = rc                 ? rc
-             : run.o.ppl_file   ? measure_perplexity(&run, &err)
+             : run.o.ppl_file   ? measure_perplexities(&run, &err)
              : run.o.score_file ? score_all(&run, &err)
              : run.o.bench      ? bench_all(&run, &err)
              : run.o.chat       ? chat(&run, &err)

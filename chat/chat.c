@@ -1,11 +1,11 @@
 #include "chat.h"
 
-#include <cjson/cJSON.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
 
+#include "../model/json.h"
 #include "../tokenizer/text_stream.h"
 #include "conversation.h"
 #include "line.h"
@@ -202,8 +202,10 @@ static int command_help(Chat *chat, const char *argument, Error *err);
 
 static int command_reset(Chat *chat, const char *argument, Error *err) {
     (void)argument;
-    char *system = chat->conversation.system ? strdup(chat->conversation.system) : NULL;
-    const int rc = conversation_start(&chat->conversation, system, err);
+    const char *before = chat->conversation.system;
+    char *system = before ? strdup(before) : NULL;
+    const int rc = before && !system ? error_set(err, ERR_MEMORY, "no memory for the system prompt")
+                                     : conversation_start(&chat->conversation, system, err);
     free(system);
     return rc;
 }
@@ -309,7 +311,12 @@ static int run_command(Chat *chat, char *line, Error *err) {
 static int take_message(Chat *chat, char *message, Error *err) {
     if (*message == '/') {
         Error reason = {0};
-        if (run_command(chat, message, &reason)) {
+        const int rc = run_command(chat, message, &reason);
+        if (rc == ERR_MEMORY) {
+            *err = reason;
+            return rc;
+        }
+        if (rc) {
             fprintf(stderr, "%s\n", reason.text);
         }
         return OK;
@@ -343,13 +350,14 @@ static int converse(Chat *chat, LineReader *reader, Error *err) {
     return OK;
 }
 
-bool chat_template_of(TemplateKind *kind, const Checkpoint *ck) {
+int chat_template_of(TemplateKind *kind, bool *found, const Checkpoint *ck, Error *err) {
     const FileSection *s = checkpoint_find(ck, SECTION_PROVENANCE, -1);
-    cJSON *json = s ? cJSON_ParseWithLength(checkpoint_bytes(ck, s), s->bytes) : NULL;
-    const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(json, "chat_template"));
-    const bool found = name && template_parse(kind, "chat_template", name, NULL) == OK;
+    Error reason = {0};
+    cJSON *json = s ? json_parse(checkpoint_bytes(ck, s), s->bytes, 0, &reason) : NULL;
+    const char *name = cJSON_GetStringValue(json_get(json, "chat_template"));
+    *found = name && template_parse(kind, "chat_template", name, NULL) == OK;
     cJSON_Delete(json);
-    return found;
+    return reason.code == ERR_MEMORY ? error_set(err, ERR_MEMORY, "%s", reason.text) : OK;
 }
 
 int chat_run(Model *m, const Tokenizer *tokenizer, const ChatOptions *options, Error *err) {

@@ -15,8 +15,8 @@ typedef struct {
     bool quiet;  // no notes
 } ChatOptions;
 
-/* The template that the converter found to be the model's; false if it found none. */
-bool chat_template_of(TemplateKind *kind, const Checkpoint *ck);
+/* The template that the converter found to be the model's, if it found one. Returns 0 or ERR_MEMORY. */
+int chat_template_of(TemplateKind *kind, bool *found, const Checkpoint *ck, Error *err);
 
 /* Answer the messages of standard input until it ends. Standard output gets the answers, each followed by a
  * newline; prompts and notes go to stderr.

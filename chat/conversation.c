@@ -3,6 +3,8 @@
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static void free_turn(Turn *turn) {
     free(turn->question);
@@ -189,15 +191,50 @@ static bool write_message(FILE *f, const char *role, const char *content) {
     return ok;
 }
 
-int conversation_save(const Conversation *c, const char *path, Error *err) {
-    FILE *f = fopen(path, "w");
-    bool ok = f && (!c->system || write_message(f, "system", c->system));
+static bool write_turns(const Conversation *c, FILE *f) {
+    bool ok = !c->system || write_message(f, "system", c->system);
     for (size_t i = 0; i < c->n_turns && ok; i++) {
         ok = write_message(f, "user", c->turns[i].question) && write_message(f, "assistant", c->turns[i].answer);
     }
+    return ok;
+}
+
+/* mode: of the file, 0 = what the umask leaves. */
+static bool write_file(const Conversation *c, const char *path, mode_t mode) {
+    FILE *f = fopen(path, "w");
+    const bool ok = f && (mode == 0 || fchmod(fileno(f), mode) == 0) && write_turns(c, f);
     const int reason = errno;
     const bool closed = f && fclose(f) == 0;
-    return ok && closed ? OK : error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(ok ? errno : reason));
+    errno = ok ? errno : reason;
+    return ok && closed;
+}
+
+/* Whole or not at all: a new file takes the old one's place and mode. */
+static bool replace_file(const Conversation *c, const char *path, mode_t mode) {
+    char *new_path;
+    if (asprintf(&new_path, "%s.new", path) < 0) {
+        errno = ENOMEM;
+        return false;
+    }
+    const bool ok = write_file(c, new_path, mode) && rename(new_path, path) == 0;
+    const int reason = errno;
+    if (!ok) {
+        unlink(new_path);
+    }
+    free(new_path);
+    errno = reason;
+    return ok;
+}
+
+int conversation_save(const Conversation *c, const char *path, Error *err) {
+    char *linked = realpath(path, NULL);  // a link stays one
+    struct stat st;
+    const bool exists = linked && stat(linked, &st) == 0;
+    const bool ok = exists && !S_ISREG(st.st_mode) ? write_file(c, path, 0)
+                                                   : replace_file(c, linked ? linked : path, exists ? st.st_mode : 0);
+    const int reason = errno;
+    free(linked);
+    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(reason));
 }
 
 /* Take one message into a conversation being read: system first if at all, then user and assistant by turns. */

@@ -76,6 +76,7 @@ void line_close(LineReader *r) {
 static int read_edited(LineReader *r, char **line, Error *err) {
     int n = 0;
     el_resize(r->editor);  // the window may have changed during an answer
+    el_set(r->editor, EL_PREP_TERM, 1);  // before the prompt is seen: Ctrl-C is a key as soon as there is one
     const char *typed = el_gets(r->editor, &n);
     if (!typed || n <= 0) {
         fputc('\n', stderr);

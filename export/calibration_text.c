@@ -9,7 +9,10 @@ __asm__(".pushsection .rodata\n"
         ".byte 0\n"
         ".popsection\n");
 
-extern const char calibration_text_begin[], calibration_text_end[];
+/* Hidden: else AArch64 reads both addresses from the global offset table, where two labels of one section share an
+ * entry. */
+extern const char calibration_text_begin[] __attribute__((visibility("hidden")));
+extern const char calibration_text_end[] __attribute__((visibility("hidden")));
 
 const char *calibration_text(size_t *bytes) {
     *bytes = (size_t)((uintptr_t)calibration_text_end - (uintptr_t)calibration_text_begin);

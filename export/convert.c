@@ -3,11 +3,12 @@
 #include <getopt.h>
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <string.h>
 
 #include "../kernels/backend.h"
+#include "../model/cli.h"
 #include "../model/input.h"
+#include "../model/json.h"
 #include "../tokenizer/tokenizer.h"
 #include "info.h"
 #include "interrupt.h"
@@ -249,6 +250,7 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
 
 static int print_info(const char *path, Error *err) {
     Checkpoint ck;
+    json_require_memory();
     const int rc = checkpoint_open(&ck, path, err);
     if (!rc) {
         info_print(stdout, &ck);
@@ -397,7 +399,7 @@ int main(int argc, char **argv) {
     Options o;
     Error err = {0};
     bool done = false;
-    signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a failed write like a full disk
+    cli_begin();
     int rc = parse_arguments(&o, &done, argc, argv, &err);
     if (!rc && !done) {
         o.pack.n_threads = o.pack.n_threads ? o.pack.n_threads : default_threads();

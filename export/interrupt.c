@@ -10,6 +10,7 @@ static void remember(int number) { caught = number; }
 void interrupt_catch(void) {
     static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
     caught = 0;
+    signal(SIGPIPE, SIG_IGN);
     for (size_t i = 0; i < sizeof signals / sizeof *signals; i++) {
         struct sigaction action;
         if (sigaction(signals[i], NULL, &action) == 0 && action.sa_handler != SIG_IGN) {

@@ -5,7 +5,8 @@
 #include "../kernels/util.h"
 
 /* From now on the first SIGINT, SIGTERM or SIGHUP is only remembered, unless it is ignored already (nohup, a shell's
- * background job); the next one ends the process as usual. Forgets what came before. */
+ * background job); the next one ends the process as usual. That nobody reads the messages any more (SIGPIPE) is no
+ * reason to stop. Forgets what came before. */
 void interrupt_catch(void);
 
 /* The signal that came, 0 if none did. */

@@ -412,6 +412,7 @@ static void save(Pack *p, Calibration *c, size_t n) {
         }
         return;
     }
+    writer_keep(p->writer, true);
     p->n_saved = n;
     p->saved_ms = time_ms();
     p->save_ms = p->saved_ms - start;
@@ -634,8 +635,9 @@ static int pack_and_finish(Pack *p, Error *err) {
     progress_show(&p->progress, 0, 1);
     int rc = pack_all(p, err);
     progress_end(&p->progress);
-    // What a weight, a text or a file is to blame for would only fail again.
-    const bool keep = p->n_saved > 0 && (rc == OK || rc == ERR_STOPPED || rc == ERR_WRITE || rc == ERR_MEMORY);
+    // What a weight or a text is to blame for would only fail again; a file may be put right.
+    const bool keep = p->n_saved > 0 && (rc == OK || rc == ERR_STOPPED || rc == ERR_OPEN || rc == ERR_WRITE ||
+                                         rc == ERR_MEMORY);
     writer_keep(p->writer, keep);
     if (rc) {
         writer_abort(p->writer);
@@ -664,7 +666,6 @@ int pack_model(PackReport *report, Source *source, Writer *writer, const PackOpt
     }
     int rc = options->resume ? resume(&p, err) : forget(&p);
     if (rc) {
-        writer_keep(writer, true);
         writer_abort(writer);
     } else {
         rc = pack_and_finish(&p, err);

@@ -395,13 +395,13 @@ static int check_stray(const char *name, Error *err) {
 }
 
 static void format_shape(char *text, size_t size, const size_t *shape, int rank) {
-    size_t used = (size_t)snprintf(text, size, "[");
-    for (int i = 0; i < rank && used < size; i++) {
-        used += (size_t)snprintf(text + used, size - used, "%s%zu", i ? ", " : "", shape[i]);
+    text[0] = 0;
+    for (int i = 0; i < rank; i++) {
+        const size_t used = strlen(text);
+        snprintf(text + used, size - used, "%s%zu", i ? ", " : "[", shape[i]);
     }
-    if (used < size) {
-        snprintf(text + used, size - used, "]");
-    }
+    const size_t used = strlen(text);
+    snprintf(text + used, size - used, rank > 0 ? "]" : "[]");
 }
 
 static int check_entry(const SafetensorsEntry *e, const Config *c, Tensor tensor, Error *err) {

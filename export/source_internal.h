@@ -2,6 +2,7 @@
 #ifndef SPDP_SOURCE_INTERNAL_H
 #define SPDP_SOURCE_INTERNAL_H
 
+#include "../model/mapping.h"
 #include "safetensors.h"
 #include "source.h"
 
@@ -26,16 +27,6 @@ typedef struct {
 
 /* The full name, "model.layers.3.mlp.up_proj.weight". */
 void tensor_name(char *name, size_t size, const TensorNames *names, Tensor tensor, int layer);
-
-/* A whole file, mapped read-only; an empty one has data = NULL. */
-typedef struct {
-    const unsigned char *data;
-    size_t bytes;
-} Mapping;
-
-/* path is relative to directory dir_fd (AT_FDCWD: the working directory). Returns 0 or ERR_OPEN. */
-int mapping_open(Mapping *map, int dir_fd, const char *path, Error *err);
-void mapping_close(Mapping *map);
 
 /* A matrix where it lies in one of the files, rows one after the other, at any alignment. */
 typedef struct {

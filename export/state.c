@@ -4,8 +4,6 @@
 #include <fcntl.h>
 #include <libgen.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -16,7 +14,7 @@
 typedef struct {
     char magic[8];
     uint64_t marks[N_STATE_MARKS];
-    uint64_t checksum;  // XXH3 of the whole file with 0 here
+    uint64_t checksum;  // XXH3 of this with 0 here, of the section entries with that as seed, of the stream so, too
     uint64_t n_layers, n_sections, end, stream_bytes;
     PackReport report;
 } StateHeader;
@@ -29,15 +27,16 @@ static uint64_t hash_version(void) { return hash_text(VERSION) ^ sizeof(StateHea
 
 static uint64_t hash_source(const PackOptions *o, const Source *s) {
     const Config *c = &s->config;
-    char text[600];
-    int used = snprintf(text, sizeof text, "%s %016llx %zu %d %d %d %d %d %d %d %d %d %.17g %.17g %d", s->kind,
-                        (unsigned long long)s->fingerprint, s->bytes, s->tied, c->dim, c->hidden_dim, c->n_layers,
-                        c->n_heads, c->n_kv_heads, c->head_dim, c->seq_len, c->vocab_size, (double)c->norm_eps,
-                        c->rope_theta, c->bos_id);
-    for (int i = 0; i < c->n_eos; i++) {
-        used += snprintf(text + used, sizeof text - (size_t)used, " %d", c->eos_id[i]);
-    }
-    return hash_text(text) ^ XXH3_64bits_withSeed(o->source_name, strlen(o->source_name), 1);
+    const uint64_t sizes[] = {s->fingerprint, s->bytes, s->tied};
+    const int numbers[] = {c->dim,      c->hidden_dim, c->n_layers,   c->n_heads, c->n_kv_heads,
+                           c->head_dim, c->seq_len,    c->vocab_size, c->bos_id,  c->n_eos};
+    const double reals[] = {(double)c->norm_eps, c->rope_theta};
+    uint64_t hash = hash_text(s->kind);
+    hash = XXH3_64bits_withSeed(o->source_name, strlen(o->source_name), hash);
+    hash = XXH3_64bits_withSeed(sizes, sizeof sizes, hash);
+    hash = XXH3_64bits_withSeed(numbers, sizeof numbers, hash);
+    hash = XXH3_64bits_withSeed(reals, sizeof reals, hash);
+    return XXH3_64bits_withSeed(c->eos_id, (size_t)c->n_eos * sizeof *c->eos_id, hash);
 }
 
 static uint64_t hash_calibration(const CalibText *text) {
@@ -87,15 +86,9 @@ const char *state_difference(const uint64_t a[N_STATE_MARKS], const uint64_t b[N
 static uint64_t checksum(const StateHeader *header, const void *sections, const void *stream) {
     StateHeader copy = *header;
     copy.checksum = 0;
-    XXH3_state_t *x = XXH3_createState();
-    CHECK(x);
-    XXH3_64bits_reset(x);
-    XXH3_64bits_update(x, &copy, sizeof copy);
-    XXH3_64bits_update(x, sections, header->n_sections * sizeof(FileSection));
-    XXH3_64bits_update(x, stream, header->stream_bytes);
-    const uint64_t sum = XXH3_64bits_digest(x);
-    XXH3_freeState(x);
-    return sum;
+    const uint64_t sum = XXH3_64bits_withSeed(sections, header->n_sections * sizeof(FileSection),
+                                              XXH3_64bits(&copy, sizeof copy));
+    return XXH3_64bits_withSeed(stream, header->stream_bytes, sum);
 }
 
 static bool write_all(FILE *f, const void *bytes, size_t n) { return n == 0 || fwrite(bytes, 1, n, f) == n; }
@@ -145,10 +138,10 @@ int state_save(const char *path, const PackState *state, Error *err) {
     return rc;
 }
 
-/* Fill in all but marks and map from a file of our version. */
+/* Fill in all but marks and file from a file of our version. */
 static bool parse(PackState *s) {
-    const StateHeader *h = s->map;
-    const size_t room = s->map_bytes - sizeof *h;
+    const StateHeader *h = (const StateHeader *)s->file.data;
+    const size_t room = s->file.bytes - sizeof *h;
     if (h->n_sections > room / sizeof(FileSection) ||
         room - h->n_sections * sizeof(FileSection) != h->stream_bytes) {
         return false;
@@ -161,38 +154,21 @@ static bool parse(PackState *s) {
     return checksum(h, s->position.sections, s->stream) == h->checksum;
 }
 
-static int map_state(PackState *s, const char *path, Error *err) {
-    struct stat st;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0 && errno == ENOENT) {
+int state_load(PackState *state, const char *path, Error *err) {
+    *state = (PackState){0};
+    if (access(path, F_OK) != 0) {
         return error_set(err, ERR_OPEN, "%.250s: there is none, so there is nothing to resume", path);
     }
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        return error_set(err, ERR_OPEN, "%.250s: cannot be read: %s", path, strerror(errno));
-    }
-    if ((size_t)st.st_size < sizeof(StateHeader)) {
-        close(fd);
-        return error_set(err, ERR_FORMAT, "%.250s: is damaged", path);
-    }
-    *s = (PackState){.map_bytes = (size_t)st.st_size};
-    s->map = mmap(NULL, s->map_bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-    close(fd);
-    if (s->map == MAP_FAILED) {
-        s->map = NULL;
-        return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", path, strerror(errno));
-    }
-    return OK;
-}
-
-int state_load(PackState *state, const char *path, Error *err) {
-    const int rc = map_state(state, path, err);
+    const int rc = mapping_open(&state->file, AT_FDCWD, path, err);
     if (rc) {
         return rc;
     }
-    const StateHeader *h = state->map;
-    memcpy(state->marks, h->marks, sizeof state->marks);
-    if (memcmp(h->magic, MAGIC, sizeof h->magic) != 0 ||
-        (h->marks[STATE_VERSION] == hash_version() && !parse(state))) {
+    const StateHeader *h = (const StateHeader *)state->file.data;
+    const bool whole = state->file.bytes >= sizeof *h && memcmp(h->magic, MAGIC, sizeof h->magic) == 0;
+    if (whole) {
+        memcpy(state->marks, h->marks, sizeof state->marks);
+    }
+    if (!whole || (h->marks[STATE_VERSION] == hash_version() && !parse(state))) {
         state_close(state);
         return error_set(err, ERR_FORMAT, "%.250s: is damaged", path);
     }
@@ -200,9 +176,7 @@ int state_load(PackState *state, const char *path, Error *err) {
 }
 
 void state_close(PackState *state) {
-    if (state->map) {
-        munmap(state->map, state->map_bytes);
-    }
+    mapping_close(&state->file);
     *state = (PackState){0};
 }
 

@@ -18,8 +18,7 @@ typedef struct {
     WriterPosition position;  // behind them
     const void *stream;       // residual stream before layer n_layers; none when all are finished
     size_t stream_bytes;
-    void *map;  // where state_load found the pointers
-    size_t map_bytes;
+    Mapping file;  // where state_load found the pointers
 } PackState;
 
 void state_marks(uint64_t marks[N_STATE_MARKS], const PackOptions *options, const Source *source);

@@ -9,6 +9,7 @@
 #include <unistd.h>
 #include <xxhash.h>
 
+#include "../model/unfinished.h"
 #include "state.h"
 
 #define MAX_WRITE 0x7ffff000  // bytes; Linux writes no more in one call
@@ -91,6 +92,7 @@ static void release(Writer *w) {
     if (w->fd >= 0) {
         close(w->fd);
     }
+    unfinished_forget(w->partial);
     free(w->path);
     free(w->partial);
     free(w->state);
@@ -98,11 +100,11 @@ static void release(Writer *w) {
     free(w);
 }
 
-/* Is fd the file that its name stands for? Not if another writer has renamed or removed it before we had the lock. */
-static bool is_named(int fd, const char *path) {
-    struct stat opened, named;
-    return fstat(fd, &opened) == 0 && lstat(path, &named) == 0 && opened.st_dev == named.st_dev &&
-           opened.st_ino == named.st_ino;
+/* Is that file the one that its name stands for? Not if another writer has renamed or removed it before we had the
+ * lock. */
+static bool is_named(const struct stat *opened, const char *path) {
+    struct stat named;
+    return lstat(path, &named) == 0 && opened->st_dev == named.st_dev && opened->st_ino == named.st_ino;
 }
 
 /* Some network file systems know no locks: there, nothing keeps two writers apart. */
@@ -112,6 +114,7 @@ static bool lock(int fd) {
 
 /* Open and lock <path>.partial. */
 static int open_partial(Writer *w, bool create, Error *err) {
+    struct stat opened;
     do {
         if (w->fd >= 0) {
             close(w->fd);
@@ -120,13 +123,13 @@ static int open_partial(Writer *w, bool create, Error *err) {
         if (w->fd < 0 && errno == ENOENT && !create) {
             return error_set(err, ERR_OPEN, "%.250s: there is none, so there is nothing to resume", w->partial);
         }
-        if (w->fd < 0) {
+        if (w->fd < 0 || fstat(w->fd, &opened) != 0) {
             return write_error(w->path, "cannot be created", err);
         }
         if (!lock(w->fd)) {
             return error_set(err, ERR_WRITE, "%.250s: another conversion is writing it", w->partial);
         }
-    } while (!is_named(w->fd, w->partial));
+    } while (!is_named(&opened, w->partial));
     return OK;
 }
 
@@ -190,6 +193,7 @@ static int open_writer(Writer **writer, const char *path, const Config *config, 
         release(w);
         return rc;
     }
+    writer_keep(w, resume);
     if (!resume && (rc = write_at(w, 0, mark, sizeof mark, err))) {
         writer_abort(w);
         return rc;
@@ -208,7 +212,14 @@ int writer_reopen(Writer **w, const char *path, const Config *config, bool force
 
 const char *writer_state_path(const Writer *w) { return w->state; }
 
-void writer_keep(Writer *w, bool keep) { w->keep = keep; }
+void writer_keep(Writer *w, bool keep) {
+    w->keep = keep;
+    if (keep) {
+        unfinished_forget(w->partial);
+    } else {
+        unfinished_set(w->partial);
+    }
+}
 
 /* Where the next section, or the table, begins. */
 static size_t next_offset(const Writer *w) { return round_up(w->end + MEMORY_SLACK, FILE_ALIGN); }
@@ -273,19 +284,21 @@ static bool has_sections(const unsigned char *data, const WriterPosition *positi
 int writer_restore(Writer *w, const WriterPosition *position, Error *err) {
     struct stat st;
     bool good = fstat(w->fd, &st) == 0 && (size_t)st.st_size >= position->end && position->n_sections > 0;
+    int rc = OK;
     if (good) {
-        void *data = mmap(NULL, position->end, PROT_READ, MAP_PRIVATE, w->fd, 0);
-        if (data == MAP_FAILED) {
-            return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->partial, strerror(errno));
+        Mapping file;
+        rc = mapping_of(&file, w->fd, position->end, w->partial, err);
+        if (rc) {
+            return rc;
         }
-        good = has_sections(data, position);
-        munmap(data, position->end);
+        good = has_sections(file.data, position);
+        mapping_close(&file);
     }
     if (!good) {
         return error_set(err, ERR_FORMAT, "%.250s: is damaged: it does not hold the layers that its state counts",
                          w->partial);
     }
-    int rc = grow_table(w, position->n_sections, err);
+    rc = grow_table(w, position->n_sections, err);
     rc = rc ? rc : write_at(w, 0, mark, sizeof mark, err);
     if (!rc) {
         memcpy(w->table, position->sections, position->n_sections * sizeof *w->table);
@@ -376,42 +389,29 @@ static int write_table(Writer *w, Error *err) {
     return write_at(w, h->table_offset, w->table, table_bytes, err);
 }
 
-/* The file in memory, with a header in this process's copy of its first page only. NULL with errno on failure. */
-static void *map_with_header(const Writer *w) {
-    const size_t bytes = w->header.file_bytes;
-    void *data = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, w->fd, 0);
-    if (data == MAP_FAILED) {
-        return NULL;
-    }
+/* Put the header into this process's copy of the file's first page only. */
+static bool add_header(const Writer *w, const Mapping *file) {
+    void *page = (void *)(uintptr_t)file->data;
     _Static_assert(FILE_ALIGN >= sizeof(FileHeader), "the header lies in the first page");
-    bool ok = mprotect(data, FILE_ALIGN, PROT_READ | PROT_WRITE) == 0;
-    if (ok) {
-        memcpy(data, &w->header, sizeof w->header);
-        ok = mprotect(data, FILE_ALIGN, PROT_READ) == 0;
+    if (mprotect(page, FILE_ALIGN, PROT_READ | PROT_WRITE) != 0) {
+        return false;
     }
-    if (!ok) {
-        munmap(data, bytes);
-        return NULL;
-    }
-    return data;
+    memcpy(page, &w->header, sizeof w->header);
+    return mprotect(page, FILE_ALIGN, PROT_READ) == 0;
 }
 
 int writer_view(Writer *w, Checkpoint *ck, Error *err) {
+    Mapping file;
     int rc = write_table(w, err);
+    rc = rc ? rc : mapping_of(&file, w->fd, w->header.file_bytes, w->partial, err);
     if (rc) {
         return rc;
     }
-    void *data = map_with_header(w);
-    if (!data) {
+    if (!add_header(w, &file)) {
+        mapping_close(&file);
         return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->path, strerror(errno));
     }
-    rc = checkpoint_parse(ck, data, w->header.file_bytes, err);
-    if (rc) {
-        munmap(data, w->header.file_bytes);
-        return rc;
-    }
-    ck->mapped = true;
-    return OK;
+    return checkpoint_of(ck, &file, w->partial, err);
 }
 
 /* Rename, but never over a file unless force. */

@@ -12,8 +12,8 @@ typedef struct Writer Writer;
  * first section. An existing path is refused unless force. */
 int writer_open(Writer **w, const char *path, const Config *config, bool force, Error *err);
 
-/* The same where an earlier writer has left its <path>.partial, to be followed by writer_restore. ERR_OPEN if there is
- * none. */
+/* The same where an earlier writer has left its <path>.partial, to be followed by writer_restore; it is kept.
+ * ERR_OPEN if there is none. */
 int writer_reopen(Writer **w, const char *path, const Config *config, bool force, Error *err);
 
 /* <path>.partial.state: where the caller may keep what it needs to go on. */
@@ -33,7 +33,8 @@ int writer_sync(Writer *w, WriterPosition *position, Error *err);
  * sections) or ERR_MEMORY. */
 int writer_restore(Writer *w, const WriterPosition *position, Error *err);
 
-/* keep: from now on neither writer_abort nor a failing writer_finish removes the files beside path. */
+/* keep: from now on neither writer_abort nor a failing writer_finish removes the files beside path, nor does an end of
+ * the program that nobody planned (model/unfinished.h). */
 void writer_keep(Writer *w, bool keep);
 
 /* What the section table says of a matrix apart from its values. */

@@ -4,6 +4,7 @@
 #include "backend.h"
 
 #include <math.h>
+#include <omp.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -22,22 +23,22 @@
 #define CONTEXT_SLICE 512   // positions of a decode step's context that one task takes
 #define SERIAL_WORK 100000  // multiply-adds below which waking other threads costs more than it gains
 
+enum { SCRATCH_X, SCRATCH_ACTIVE, SCRATCH_WORK, SCRATCH_OUT, SCRATCH_PANELS, N_SCRATCH };
+
 typedef struct {
     const CpuKernels *k;
     int n_threads;
     bool fault;  // an input was not finite; where:
     int fault_layer;
     Site fault_site;
-    void *scratch[4];  // grown on demand, kept between calls
-    size_t scratch_bytes[4];
+    void *scratch[N_SCRATCH];  // grown on demand, kept between calls
+    size_t scratch_bytes[N_SCRATCH];
     void **matrices;  // random ones, freed with the backend
     size_t n_matrices;
 } Cpu;
 
 /* Threads for an operation of so many multiply-adds. */
 static int threads_for(const Cpu *cpu, size_t work) { return work < SERIAL_WORK ? 1 : cpu->n_threads; }
-
-enum { SCRATCH_X, SCRATCH_ACTIVE, SCRATCH_WORK, SCRATCH_OUT };
 
 /* Memory of at least bytes that stays valid until the next request for the same slot. Running out of memory
  * in the middle of a forward pass cannot be repaired, so it ends the program with a message. */
@@ -181,6 +182,25 @@ static bool cpu_random_matrix(Backend *be, Matrix *w, size_t *nnz, const RandomW
 static double cpu_energy_joules(Backend *be) {
     (void)be;
     return NAN;
+}
+
+/* Mean of all cores, as Linux tells it on x86. */
+static double cpu_clock_mhz(Backend *be) {
+    (void)be;
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    char line[256];
+    double sum = 0, mhz;
+    int n = 0;
+    while (f && fgets(line, sizeof line, f)) {
+        if (sscanf(line, "cpu MHz : %lf", &mhz) == 1) {
+            sum += mhz;
+            n++;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return n > 0 ? sum / n : NAN;
 }
 
 /* 1 GiB, cut among the threads as they first touched it. */
@@ -361,14 +381,11 @@ static void panel_products(Cpu *cpu, float *y, const Matrix *w, const float *x, 
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows);
     const size_t want = ceil_div(2 * (size_t)cpu->n_threads, tile_rows);  // token ranges that fill all threads
     const size_t range = ceil_div(n_groups, min_size(want, n_groups)), n_ranges = ceil_div(n_groups, range);
+    const size_t thread_floats = TILE_M * (PANEL_COLS + range * group);
+    float *panels = scratch(cpu, SCRATCH_PANELS, (size_t)cpu->n_threads * thread_floats * sizeof *panels);
 #pragma omp parallel num_threads(cpu->n_threads)
     {
-        float *panel = memory_alloc(TILE_M * PANEL_COLS * sizeof *panel);
-        float *sums = memory_alloc(range * group * TILE_M * sizeof *sums);
-        if (!panel || !sums) {
-            fprintf(stderr, "out of memory: work space of a thread\n");
-            exit(1);
-        }
+        float *panel = panels + (size_t)omp_get_thread_num() * thread_floats, *sums = panel + TILE_M * PANEL_COLS;
 #pragma omp for schedule(dynamic)
         for (size_t task = 0; task < tile_rows * n_ranges; task++) {
             const size_t tile_row = task / n_ranges, row = tile_row * TILE_M;
@@ -390,8 +407,6 @@ static void panel_products(Cpu *cpu, float *y, const Matrix *w, const float *x, 
                 memcpy(y + t * w->rows + row, sums + (t - first * group) * TILE_M, n_rows * sizeof *y);
             }
         }
-        free(panel);
-        free(sums);
     }
 }
 
@@ -687,6 +702,7 @@ int backend_cpu(Backend **be, int n_threads, const char *isa, Error *err) {
         .product_bytes = cpu_product_bytes,
         .random_matrix = cpu_random_matrix,
         .energy_joules = cpu_energy_joules,
+        .clock_mhz = cpu_clock_mhz,
         .read_ceiling = cpu_read_ceiling,
         .begin_step = cpu_begin_step,
         .end_step = cpu_end_step,

@@ -45,26 +45,34 @@ int cublas_open(Cublas **cublas, cudaStream_t stream, Error *err) {
         dlclose(c.library);
         return error_set(err, ERR_OPEN, "cuBLAS: %s lacks a function", name);
     }
-    cublasStatus_t status = c.create(&c.handle);
-    if (status != CUBLAS_STATUS_SUCCESS) {
-        error_set(err, ERR_OPEN, "cuBLAS does not start: %s", c.status_string(status));
+    const cublasStatus_t created = c.create(&c.handle);
+    if (created != CUBLAS_STATUS_SUCCESS) {
+        const int code = created == CUBLAS_STATUS_ALLOC_FAILED ? ERR_MEMORY : ERR_OPEN;
+        error_set(err, code, "cuBLAS does not start: %s", c.status_string(created));
         dlclose(c.library);
-        return ERR_OPEN;
+        return code;
     }
-    // Setting the stream resets the workspace, so the order matters.
-    status = c.set_stream(c.handle, stream);
-    const bool room = cudaMalloc(&c.workspace, WORKSPACE_BYTES) == cudaSuccess;
-    if (status == CUBLAS_STATUS_SUCCESS && room) {
-        status = c.set_workspace(c.handle, c.workspace, WORKSPACE_BYTES);
-    }
-    *cublas = new (std::nothrow) Cublas(c);
-    if (!room || status != CUBLAS_STATUS_SUCCESS || !*cublas) {
+    Cublas *opened = new (std::nothrow) Cublas(c);
+    if (!opened) {
         c.destroy(c.handle);
-        cudaFree(c.workspace);
-        delete *cublas;
-        *cublas = nullptr;
+        dlclose(c.library);
         return error_set(err, ERR_MEMORY, "no memory for cuBLAS");
     }
+    opened->workspace = device_alloc(WORKSPACE_BYTES, "cuBLAS", err);
+    int rc = opened->workspace ? OK : ERR_MEMORY;
+    // Setting the stream resets the workspace, so the order matters.
+    cublasStatus_t status = rc ? CUBLAS_STATUS_SUCCESS : c.set_stream(c.handle, stream);
+    if (!rc && status == CUBLAS_STATUS_SUCCESS) {
+        status = c.set_workspace(c.handle, opened->workspace, WORKSPACE_BYTES);
+    }
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        rc = error_set(err, ERR_OPEN, "cuBLAS does not start: %s", c.status_string(status));
+    }
+    if (rc) {
+        cublas_close(opened);
+        return rc;
+    }
+    *cublas = opened;
     return OK;
 }
 

@@ -41,13 +41,36 @@ static Cuda *cuda_of(Backend *be) { return static_cast<Cuda *>(be->ctx); }
 
 /* ---- memory ---------------------------------------------------------------------------------------------------- */
 
-static void *cuda_alloc(Backend *be, size_t bytes) {
+/* NULL, and the reason why there is no memory. A refused allocation is an answer, not a fault: the context goes
+ * on. */
+static void *refuse(cudaError_t status, const char *kind, const char *what, size_t bytes, Error *err) {
+    const size_t mib = (size_t)1 << 20;
+    size_t free_bytes = 0, total;
+    cudaGetLastError();
+    cudaMemGetInfo(&free_bytes, &total);
+    error_set(err, ERR_MEMORY, "CUDA: no %s for %s (%zu MiB asked, %zu MiB free on the device): %s", kind, what,
+              ceil_div(bytes, mib), free_bytes / mib, cudaGetErrorString(status));
+    return NULL;
+}
+
+void *device_alloc(size_t bytes, const char *what, Error *err) {
     void *p;
-    if (bytes > SIZE_MAX - MEMORY_SLACK || cudaMalloc(&p, bytes + MEMORY_SLACK) != cudaSuccess) {
-        cudaGetLastError();  // a refused allocation is an answer, not a fault
-        return NULL;
+    const cudaError_t status = cudaMalloc(&p, bytes);
+    return status == cudaSuccess ? p : refuse(status, "memory", what, bytes, err);
+}
+
+/* The same for memory of the host that the device copies from and to. */
+static void *pinned_alloc(size_t bytes, const char *what, Error *err) {
+    void *p;
+    const cudaError_t status = cudaMallocHost(&p, bytes);
+    return status == cudaSuccess ? p : refuse(status, "pinned memory", what, bytes, err);
+}
+
+static void *cuda_alloc(Backend *be, size_t bytes) {
+    void *p = bytes > SIZE_MAX - MEMORY_SLACK ? NULL : device_alloc(bytes + MEMORY_SLACK, "a buffer", NULL);
+    if (p) {
+        CUDA_CHECK(cudaMemsetAsync(p, 0, bytes + MEMORY_SLACK, cuda_of(be)->launch.stream));
     }
-    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes + MEMORY_SLACK, cuda_of(be)->launch.stream));
     return p;
 }
 
@@ -180,6 +203,8 @@ static bool cuda_random_matrix(Backend *be, Matrix *w, size_t *nnz, const Random
 
 static double cuda_energy_joules(Backend *be) { return nvml_energy_joules(cuda_of(be)->nvml); }
 
+static double cuda_clock_mhz(Backend *be) { return nvml_clock_mhz(cuda_of(be)->nvml, NVML_SM); }
+
 static double cuda_read_ceiling(Backend *be) { return read_ceiling_cuda(&cuda_of(be)->launch); }
 
 /* Memory that grows on demand. Never while a step is recorded: the step before it has made it large enough. */
@@ -187,8 +212,10 @@ static void *scratch(Cuda *cuda, size_t bytes) {
     if (cuda->scratch_bytes < bytes) {
         CHECK(!cuda->recording);
         CUDA_CHECK(cudaFree(cuda->scratch));
-        if (cudaMalloc(&cuda->scratch, bytes) != cudaSuccess) {
-            fprintf(stderr, "out of GPU memory: %zu bytes of work space for a product\n", bytes);
+        Error err;
+        cuda->scratch = device_alloc(bytes, "the work space of a product", &err);
+        if (!cuda->scratch) {
+            fprintf(stderr, "%s\n", err.text);
             exit(1);
         }
         cuda->scratch_bytes = bytes;
@@ -448,8 +475,12 @@ static int choose_device(int device, cudaDeviceProp *properties, Error *err) {
         return error_set(err, ERR_OPEN, "CUDA: %s has compute capability %d.%d, 8.0 or more is needed", properties->name,
                          properties->major, properties->minor);
     }
-    CUDA_CHECK(cudaSetDevice(device));
-    const cudaError_t probe = probe_device();
+    cudaError_t probe = cudaSetDevice(device);
+    probe = probe == cudaSuccess ? probe_device() : probe;
+    if (probe == cudaErrorMemoryAllocation) {
+        return error_set(err, ERR_MEMORY, "CUDA: no memory on %s for a program to start there: %s", properties->name,
+                         cudaGetErrorString(probe));
+    }
     if (probe != cudaSuccess) {
         return error_set(err, ERR_OPEN, "CUDA: %s (compute capability %d.%d) does not run this build's code: %s",
                          properties->name, properties->major, properties->minor, cudaGetErrorString(probe));
@@ -457,23 +488,26 @@ static int choose_device(int device, cudaDeviceProp *properties, Error *err) {
     return OK;
 }
 
-/* false: no memory. */
-static bool set_up_memory(Cuda *cuda) {
+/* Of what was allocated, cuda_free() releases whatever is there. */
+static int set_up_memory(Cuda *cuda, Error *err) {
     CudaLaunch *c = &cuda->launch;
-    bool ok = cudaMalloc(&c->workspace, WORKSPACE_BYTES) == cudaSuccess &&
-              cudaMalloc(&c->counters, N_COUNTERS * sizeof *c->counters) == cudaSuccess &&
-              cudaMalloc(&c->report, sizeof *c->report) == cudaSuccess &&
-              cudaMallocHost(&cuda->host_report, sizeof *cuda->host_report) == cudaSuccess;
-    for (int i = 0; i < 2 && ok; i++) {
-        ok = cudaMallocHost(&cuda->staging[i], STAGING_BYTES) == cudaSuccess &&
-             cudaEventCreateWithFlags(&cuda->staged[i], cudaEventDisableTiming) == cudaSuccess;
+    if (!(c->workspace = static_cast<float *>(device_alloc(WORKSPACE_BYTES, "partial sums", err))) ||
+        !(c->counters = static_cast<unsigned *>(device_alloc(N_COUNTERS * sizeof *c->counters, "counters", err))) ||
+        !(c->report = static_cast<DeviceReport *>(device_alloc(sizeof *c->report, "results", err))) ||
+        !(cuda->host_report = static_cast<DeviceReport *>(pinned_alloc(sizeof *c->report, "results", err)))) {
+        return ERR_MEMORY;
     }
-    if (ok) {
-        c->workspace_bytes = WORKSPACE_BYTES;
-        CUDA_CHECK(cudaMemsetAsync(c->counters, 0, N_COUNTERS * sizeof *c->counters, c->stream));
-        CUDA_CHECK(cudaMemsetAsync(c->report, 0, sizeof *c->report, c->stream));
+    for (int i = 0; i < 2; i++) {
+        cuda->staging[i] = static_cast<unsigned char *>(pinned_alloc(STAGING_BYTES, "copying weights", err));
+        if (!cuda->staging[i]) {
+            return ERR_MEMORY;
+        }
+        CUDA_CHECK(cudaEventCreateWithFlags(&cuda->staged[i], cudaEventDisableTiming));
     }
-    return ok;
+    c->workspace_bytes = WORKSPACE_BYTES;
+    CUDA_CHECK(cudaMemsetAsync(c->counters, 0, N_COUNTERS * sizeof *c->counters, c->stream));
+    CUDA_CHECK(cudaMemsetAsync(c->report, 0, sizeof *c->report, c->stream));
+    return OK;
 }
 
 int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
@@ -496,8 +530,8 @@ int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
     cuda->launch.n_sms = properties.multiProcessorCount;
     cuda->launch.shared_per_block = properties.sharedMemPerBlockOptin;
     cuda->launch.overlap = properties.major >= 9;
-    rc = set_up_memory(cuda) ? cublas_open(&cuda->cublas, cuda->launch.stream, err)
-                             : error_set(err, ERR_MEMORY, "no GPU memory for the CUDA backend's work space");
+    rc = set_up_memory(cuda, err);
+    rc = rc ? rc : cublas_open(&cuda->cublas, cuda->launch.stream, err);
     if (rc) {
         cuda_free(b);
         return rc;
@@ -518,6 +552,7 @@ int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
     b->product_bytes = cuda_product_bytes;
     b->random_matrix = cuda_random_matrix;
     b->energy_joules = cuda_energy_joules;
+    b->clock_mhz = cuda_clock_mhz;
     b->read_ceiling = cuda_read_ceiling;
     b->begin_step = cuda_begin_step;
     b->end_step = cuda_end_step;

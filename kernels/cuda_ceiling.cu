@@ -30,9 +30,8 @@ __global__ static void stream_read_kernel(const uint4 *p, size_t n, unsigned *ou
 double read_ceiling_cuda(const CudaLaunch *c) {
     const size_t bytes = (size_t)2 << 30;
     const int repeats = 20;
-    void *p;
-    if (cudaMalloc(&p, bytes) != cudaSuccess) {
-        cudaGetLastError();  // a refused allocation is an answer, not a fault
+    void *p = device_alloc(bytes, "the measurement of reading", NULL);
+    if (!p) {
         return NAN;
     }
     cudaEvent_t begin, end;

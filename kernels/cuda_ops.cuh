@@ -1,6 +1,6 @@
 /* cuda_ops.cuh: what the .cu files of the CUDA backend share: checked calls, the context, small device helpers and
  * the launchers. Each launcher stands below its kernel, owns grid, block and shared memory, checks its
- * preconditions and the launch. Nothing here allocates, so that any sequence of launches can be captured in a graph. */
+ * preconditions and the launch. No launcher allocates, so that any sequence of them can be captured in a graph. */
 #ifndef SPDP_CUDA_OPS_CUH
 #define SPDP_CUDA_OPS_CUH
 
@@ -19,6 +19,10 @@ static inline void cuda_check(cudaError_t status, const char *call, const char *
         exit(1);
     }
 }
+
+/* Device memory, released with cudaFree(). NULL where there is none: err (may be NULL) then says for what, how much
+ * was asked and how much is free (cuda.cu). */
+void *device_alloc(size_t bytes, const char *what, Error *err);
 
 /* After every launch; `make debug` waits for the kernel too, so that its faults show here. */
 #ifdef CUDA_SYNCHRONISE

@@ -16,6 +16,8 @@ struct Nvml {
     nvmlReturn_t (*shutdown)();
     nvmlReturn_t (*device_by_bus_id)(const char *pci_bus_id, nvmlDevice_t *device);
     nvmlReturn_t (*total_energy)(nvmlDevice_t device, unsigned long long *millijoules);
+    nvmlReturn_t (*clock)(nvmlDevice_t device, int which, unsigned *mhz);
+    nvmlReturn_t (*most_clock)(nvmlDevice_t device, int which, unsigned *mhz);
 };
 
 /* Fill *function with a symbol; false if the library has none of that name. */
@@ -28,11 +30,12 @@ template <typename F> static bool find(F *function, void *library, const char *n
 static bool start(Nvml *n, const char *pci_bus_id) {
     if (!find(&n->init, n->library, "nvmlInit_v2") || !find(&n->shutdown, n->library, "nvmlShutdown") ||
         !find(&n->device_by_bus_id, n->library, "nvmlDeviceGetHandleByPciBusId_v2") ||
-        !find(&n->total_energy, n->library, "nvmlDeviceGetTotalEnergyConsumption") || n->init() != 0) {
+        !find(&n->total_energy, n->library, "nvmlDeviceGetTotalEnergyConsumption") ||
+        !find(&n->clock, n->library, "nvmlDeviceGetClockInfo") ||
+        !find(&n->most_clock, n->library, "nvmlDeviceGetMaxClockInfo") || n->init() != 0) {
         return false;
     }
-    unsigned long long millijoules;
-    if (n->device_by_bus_id(pci_bus_id, &n->device) != 0 || n->total_energy(n->device, &millijoules) != 0) {
+    if (n->device_by_bus_id(pci_bus_id, &n->device) != 0) {
         n->shutdown();
         return false;
     }
@@ -68,4 +71,14 @@ void nvml_close(Nvml *nvml) {
 double nvml_energy_joules(const Nvml *nvml) {
     unsigned long long millijoules;
     return nvml && nvml->total_energy(nvml->device, &millijoules) == 0 ? (double)millijoules * 1e-3 : NAN;
+}
+
+double nvml_clock_mhz(const Nvml *nvml, enum NvmlClock clock) {
+    unsigned mhz;
+    return nvml && nvml->clock(nvml->device, clock, &mhz) == 0 ? mhz : NAN;
+}
+
+double nvml_most_clock_mhz(const Nvml *nvml, enum NvmlClock clock) {
+    unsigned mhz;
+    return nvml && nvml->most_clock(nvml->device, clock, &mhz) == 0 ? mhz : NAN;
 }

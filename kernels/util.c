@@ -10,6 +10,7 @@ int error_set(Error *err, int code, const char *format, ...) {
     if (err) {
         va_list args;
         va_start(args, format);
+        err->text[0] = 0;  // formatting itself may find no memory
         vsnprintf(err->text, sizeof err->text, format, args);
         va_end(args);
         // Names from files and arguments end up here: whatever they hold, the message stays one line.

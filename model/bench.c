@@ -12,7 +12,7 @@ typedef struct {
     double *token_ms;  // (BENCH_REPEATS * (n_new - 1) + 1)
     size_t n;
     double last_ms;  // of the clock; 0: the next token is the first of a repeat
-    double step_min_ms;
+    double min_ms, max_ms;
 } Steps;
 
 static bool note_time(void *user, int id) {
@@ -21,7 +21,8 @@ static bool note_time(void *user, int id) {
     const double now = time_ms();
     if (s->last_ms > 0) {
         s->token_ms[s->n] = s->token_ms[s->n - 1] + (now - s->last_ms);
-        s->step_min_ms = fmin(s->step_min_ms, now - s->last_ms);
+        s->min_ms = fmin(s->min_ms, now - s->last_ms);
+        s->max_ms = fmax(s->max_ms, now - s->last_ms);
         s->n++;
     }
     s->last_ms = now;
@@ -38,10 +39,10 @@ static int measure(BenchRow *row, Steps *s, Model *m, const int *prompt, Progres
                    double total, Error *err) {
     const GenerateParams params = {.n_new = row->n_new, .ignore_eos = true};
     GenerateResult g;
-    double ttft_ms[BENCH_REPEATS], joules = 0;
+    double ttft_ms[BENCH_REPEATS], joules = 0, clock_mhz = 0;
     for (int i = -1; i < BENCH_REPEATS; i++) {
         if (i <= 0) {
-            *s = (Steps){.token_ms = s->token_ms, .n = 1, .step_min_ms = INFINITY};
+            *s = (Steps){.token_ms = s->token_ms, .n = 1, .min_ms = INFINITY};
             s->token_ms[0] = 0;
         }
         s->last_ms = 0;
@@ -54,13 +55,16 @@ static int measure(BenchRow *row, Steps *s, Model *m, const int *prompt, Progres
         if (i >= 0) {
             ttft_ms[i] = g.timing.ttft_ms;
             joules += g.joules_per_token / BENCH_REPEATS;
+            clock_mhz += m->be->clock_mhz(m->be) / BENCH_REPEATS;
         }
     }
     row->timing = timing_of(s->token_ms, s->n, (size_t)row->n_prompt, 0);
     qsort(ttft_ms, BENCH_REPEATS, sizeof *ttft_ms, compare_doubles);
     row->timing.ttft_ms = ttft_ms[BENCH_REPEATS / 2];
     row->timing.prefill_tok_s = 1000 * row->n_prompt / row->timing.ttft_ms;
-    row->step_min_ms = s->step_min_ms;
+    row->step_min_ms = s->min_ms;
+    row->step_max_ms = s->max_ms;
+    row->clock_mhz = clock_mhz;
     row->bytes_per_token = g.bytes_per_token;
     row->gb_s = g.bytes_per_token / row->timing.tpot_median_ms * 1e-6;
     row->joules_per_token = joules;

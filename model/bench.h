@@ -6,7 +6,7 @@
 #include "thresholds.h"
 #include "timing.h"
 
-#define BENCH_REPEATS 3
+#define BENCH_REPEATS 5
 #define BENCH_MAX_ROWS 16
 
 /* What to measure: every prompt with every ratio. */
@@ -27,7 +27,8 @@ typedef struct {
     double sp;                           // static sparsity of the pruned matrices
     double dp_asked, dp_reached, total;  // as --json has them; reached: NAN where nothing can be skipped
     Timing timing;                       // TTFT: median of the repeats
-    double step_min_ms;
+    double step_min_ms, step_max_ms;
+    double clock_mhz;              // of the device's cores, mean over the repeats' ends; NAN: not known
     double bytes_per_token, gb_s;  // of a decode step, mean; at the median step
     double joules_per_token;       // mean; NAN where it is not measured
 } BenchRow;
@@ -38,9 +39,11 @@ typedef struct {
 } Bench;
 
 /* Add the rows of a model. Prompts are random ids, tokens are chosen greedily, ends of sequence are passed
- * over. For each row one generation warms up and does not count; then BENCH_REPEATS are measured. m loaded
- * from ck; its thresholds are lost synthetic  NULL, or what ck is of: thresholds are then measured for every
- * prompt, for ratios up to its params.dp sp         static sparsity, for the rows progress   in generations
+ * over. For each row one generation warms up and does not count; then BENCH_REPEATS are measured.
+ *   m          loaded from ck; its thresholds are lost
+ *   synthetic  NULL, or what ck is of: thresholds are then measured for every prompt, for ratios up to its params.dp
+ *   sp         static sparsity, for the rows
+ *   progress   in generations
  * Returns 0, ERR_USAGE (no prompt fits; a ratio that the model cannot follow), ERR_NUMBER or ERR_MEMORY. */
 int bench_model(Bench *b, Model *m, Checkpoint *ck, Synthetic *synthetic, double sp, const BenchPlan *plan,
                 Progress *progress, Error *err);

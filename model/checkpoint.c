@@ -1,12 +1,9 @@
 #include "checkpoint.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 #include <xxhash.h>
 
 #define MAX_SECTIONS 65536  // far above any model; keeps the search for duplicates short
@@ -330,33 +327,21 @@ int checkpoint_parse(Checkpoint *ck, const void *data, size_t bytes, Error *err)
 }
 
 int checkpoint_open(Checkpoint *ck, const char *path, Error *err) {
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO must not make us wait
+    Mapping file;
     struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        const int reason = errno;
-        if (fd >= 0) {
-            close(fd);
-        }
-        return error_set(err, ERR_OPEN, "%.300s: %s", path, strerror(reason));
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+        return error_set(err, ERR_OPEN, "%.300s: is a directory; run takes the file that convert made of it", path);
     }
-    if (!S_ISREG(st.st_mode) || st.st_size == 0) {
-        close(fd);
-        return error_set(err, ERR_OPEN, "%.300s: %s", path,
-                         S_ISDIR(st.st_mode)   ? "is a directory; run takes the file that convert made of it"
-                         : S_ISREG(st.st_mode) ? "is empty"
-                                               : "is not a regular file");
-    }
-    const size_t bytes = (size_t)st.st_size;
-    void *data = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-    const int reason = errno;
-    close(fd);
-    if (data == MAP_FAILED) {
-        return error_set(err, ERR_OPEN, "%.300s: cannot be mapped: %s", path, strerror(reason));
-    }
-    const int rc = checkpoint_parse(ck, data, bytes, err);
+    int rc = mapping_open(&file, AT_FDCWD, path, err);
+    return rc ? rc : checkpoint_of(ck, &file, path, err);
+}
+
+int checkpoint_of(Checkpoint *ck, Mapping *file, const char *name, Error *err) {
+    const int rc = file->data ? checkpoint_parse(ck, file->data, file->bytes, err)
+                              : error_set(err, ERR_OPEN, "is empty");
     if (rc) {
-        munmap(data, bytes);
-        error_prefix(err, path);
+        error_prefix(err, name);
+        mapping_close(file);
         return rc;
     }
     ck->mapped = true;
@@ -365,7 +350,7 @@ int checkpoint_open(Checkpoint *ck, const char *path, Error *err) {
 
 void checkpoint_close(Checkpoint *ck) {
     if (ck->mapped) {
-        munmap((void *)(uintptr_t)ck->data, ck->bytes);
+        mapping_close(&(Mapping){ck->data, ck->bytes});
     }
     *ck = (Checkpoint){0};
 }
@@ -419,4 +404,16 @@ Matrix checkpoint_matrix(const Checkpoint *ck, const FileSection *s) {
         m.cbc.max_col_values = s->max_col_values;
     }
     return m;
+}
+
+double checkpoint_sparsity(const Checkpoint *ck) {
+    double elements = 0, nonzeros = 0;
+    for (size_t i = 0; i < ck->n_sections; i++) {
+        const FileSection *s = &ck->sections[i];
+        if (s->flags & SECTION_PRUNED) {
+            elements += (double)s->rows * (double)s->cols;
+            nonzeros += (double)s->nnz;
+        }
+    }
+    return elements > 0 ? 1 - nonzeros / elements : 0;
 }

@@ -1,9 +1,21 @@
 #include "cli.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
+
+void cli_begin(void) {
+    signal(SIGXFSZ, SIG_IGN);
+    for (int fd = 0; fd <= STDERR_FILENO; fd++) {
+        if (fcntl(fd, F_GETFD) < 0) {
+            // the lowest free number, which is fd; reading from the first and writing to the others fails
+            open("/dev/null", (fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) | O_CLOEXEC);
+        }
+    }
+}
 
 static int bad_value(const char *option, const char *text, const char *want, Error *err) {
     return error_set(err, ERR_USAGE, "%s %.100s: %s", option, text, want);

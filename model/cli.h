@@ -7,6 +7,10 @@
 /* Exit statuses of both programs. */
 enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
 
+/* What comes first in both. A file size limit is then a failed write like a full disk; and a standard stream that
+ * the caller has closed fails when it is used, instead of being the first file that is opened. */
+void cli_begin(void);
+
 /* The whole text must be a number in low .. high; option names it in the message. Return 0 or ERR_USAGE. */
 int parse_long(long *value, const char *option, const char *text, long low, long high, Error *err);
 int parse_double(double *value, const char *option, const char *text, double low, double high, Error *err);

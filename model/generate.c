@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <string.h>
+#include <xxhash.h>
 
 #include "reach.h"
 
@@ -15,6 +16,20 @@ static double timed_energy(Backend *be, double *ms) {
     *ms += time_ms() - start;
     return joules;
 }
+
+static int hash_logits(uint64_t *hash, const Model *m, Error *err) {
+    const size_t bytes = (size_t)m->config.vocab_size * sizeof *m->state.logits;
+    float *logits = memory_alloc(bytes);
+    if (!logits) {
+        return error_set(err, ERR_MEMORY, "no memory for logits");
+    }
+    m->be->read(m->be, logits, m->state.logits, bytes);
+    *hash = XXH3_64bits(logits, bytes);
+    free(logits);
+    return OK;
+}
+
+static bool interrupted(const GenerateParams *params) { return params->interrupt && *params->interrupt; }
 
 int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, const GenerateParams *params,
              TokenSink *sink, Error *err) {
@@ -31,15 +46,21 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
     }
     GenerateResult r = {.stop = to_context ? STOP_CONTEXT : STOP_LENGTH, .cached = end};
     const double written_before = sink->write_ms, start = time_ms();
+    m->interrupt = params->interrupt;
     int rc = model_prefill(m, prompt, n_prompt, params->pos, err);
+    m->interrupt = NULL;
     const double prefill_ms = time_ms() - start;
     memset(m->be->stats, 0, sizeof m->be->stats);
 
     double cache_bytes = 0, joules = NAN;
     double asking_ms = 0;  // for the energy, which is no part of a step
     int n = 0;
-    while (!rc && n < n_new) {
-        if (params->interrupt && *params->interrupt) {
+    if (interrupted(params)) {
+        r.stop = STOP_INTERRUPT;
+        r.cached = params->pos;  // the prompt may not be whole
+    }
+    while (!rc && n < n_new && r.stop != STOP_INTERRUPT) {
+        if (interrupted(params)) {
             r.stop = STOP_INTERRUPT;
             break;
         }
@@ -71,6 +92,7 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
         }
     }
     joules += timed_energy(m->be, &asking_ms);
+    rc = rc ? rc : hash_logits(&r.logits_hash, m, err);
     if (!rc) {
         r.timing = timing_of(token_ms, (size_t)n, (size_t)n_prompt, prefill_ms);
         memcpy(r.sites, m->be->stats, sizeof r.sites);

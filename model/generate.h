@@ -2,8 +2,6 @@
 #ifndef SPDP_GENERATE_H
 #define SPDP_GENERATE_H
 
-#include <signal.h>
-
 #include "model.h"
 #include "timing.h"
 
@@ -21,16 +19,18 @@ typedef struct {
     int n_new;        // most new tokens; 0 = prefill only, -1 = until the context is full
     bool ignore_eos;  // decode on past end-of-sequence ids
     int pos;          // where the prompt begins: the cache holds positions 0 .. pos - 1
-    const volatile sig_atomic_t *interrupt;  // nonzero: no more tokens; NULL: none
+    const volatile sig_atomic_t *interrupt;  // nonzero: no more tokens, nor the rest of the prompt; NULL: none
     SampleParams sample;
 } GenerateParams;
 
 typedef struct {
     Timing timing;
     StopReason stop;
-    int cached;                // positions that the cache holds now; of the new ids the last may be missing
+    int cached;                // positions that the cache holds now; of the new ids the last may be missing, and
+                               // the prompt where it was interrupted
     ProductStats sites[N_SITES], products;  // what decode steps had to touch, by site and in all
     double bytes_per_token;    // weights, norms, head and KV read by a decode step, mean
+    uint64_t logits_hash;      // XXH3 of the last logits: equal figures are computed alike to the last bit
     double joules_per_token;   // of the device in decode, mean; NAN where it is not measured
 } GenerateResult;
 

@@ -288,6 +288,17 @@ static bool keys_are_unique(Scanner *s, const cJSON *root) {
     return true;
 }
 
+static void *alloc_or_end(size_t bytes) {
+    void *p = malloc(bytes);
+    if (!p) {
+        fprintf(stderr, "out of memory: %zu bytes for JSON\n", bytes);
+        exit(1);
+    }
+    return p;
+}
+
+void json_require_memory(void) { cJSON_InitHooks(&(cJSON_Hooks){alloc_or_end, free}); }
+
 cJSON *json_parse(const char *text, size_t bytes, int flags, Error *err) {
     Scanner s = {.text = text, .bytes = bytes, .flags = flags, .err = err};
     cJSON *root = NULL;

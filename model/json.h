@@ -1,10 +1,15 @@
-/* json.h: strict reading of untrusted JSON on top of cJSON, which lets too much through for file headers. */
+/* json.h: strict reading of untrusted JSON on top of cJSON, which lets too much through for file headers; and
+ * writing that leaves nothing out. */
 #ifndef SPDP_JSON_H
 #define SPDP_JSON_H
 
 #include <cjson/cJSON.h>
 
 #include "../kernels/util.h"
+
+/* From now on the program ends with a line and status 1 where cJSON finds no memory: who builds a large value would
+ * have to look at every item, and a report that lacks some looks whole. */
+void json_require_memory(void);
 
 enum { JSON_INTEGERS = 1 };  // every number must be written as an integer (no fraction, no exponent)
 

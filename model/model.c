@@ -160,9 +160,9 @@ static int alloc_state(Model *m, Error *err) {
         const size_t bytes = is_cache ? cache : b->bytes;
         void *p = m->be->alloc(m->be, bytes);
         if (!p) {
-            return error_set(err, ERR_MEMORY, "no memory for the %s of %d %s",
+            return error_set(err, ERR_MEMORY, "no memory for the %s of %d %s (%s asked)",
                              is_cache ? "KV cache" : "activations", is_cache ? m->seq_len : m->chunk,
-                             is_cache ? "positions" : "tokens");
+                             is_cache ? "positions" : "tokens", size_text((double)bytes).text);
         }
         set_buffer(&m->state, b, p);
         *(is_cache ? &m->kv_bytes : &m->scratch_bytes) += bytes;
@@ -323,6 +323,8 @@ void model_layer(Model *m, const LayerWeights *w, int layer, int n, Phase phase)
     be->matmul_add(be, s->x, &w->down, s->hidden, n, t[SITE_MLP_HIDDEN]);
 }
 
+static bool interrupted(const Model *m) { return m->interrupt && *m->interrupt; }
+
 void model_forward(Model *m, const int *ids, int n, int pos, Phase phase) {
     const Config *c = &m->config;
     Backend *be = m->be;
@@ -336,7 +338,7 @@ void model_forward(Model *m, const int *ids, int n, int pos, Phase phase) {
     }
     // x (n, dim): the residual stream
     be->embed(be, s->x, &m->weights.embedding, s->ids, n);
-    for (int l = 0; l < c->n_layers; l++) {
+    for (int l = 0; l < c->n_layers && !(phase == PREFILL && interrupted(m)); l++) {
         model_layer(m, &m->weights.layers[l], l, n, phase);
     }
     // logits of the last token, or of all
@@ -357,7 +359,7 @@ void model_rehearse(Model *m) {
 }
 
 int model_prefill(Model *m, const int *ids, int n, int pos, Error *err) {
-    for (int done = 0; done < n; done += m->chunk) {
+    for (int done = 0; done < n && !interrupted(m); done += m->chunk) {
         model_forward(m, ids + done, n - done < m->chunk ? n - done : m->chunk, pos + done, PREFILL);
     }
     return m->be->finish(m->be, err);

@@ -2,6 +2,8 @@
 #ifndef SPDP_MODEL_H
 #define SPDP_MODEL_H
 
+#include <signal.h>
+
 #include "../kernels/backend.h"
 #include "checkpoint.h"
 #include "cli.h"
@@ -60,6 +62,7 @@ typedef struct {
     int logit_rows;  // rows of state.logits
     size_t weight_bytes, kv_bytes, scratch_bytes;
     const InputHook *hook;  // not owned; NULL: none
+    const volatile sig_atomic_t *interrupt;  // not owned; nonzero ends a prefill between two layers; NULL: none
 } Model;
 
 /* Dynamic pruning acts in decode only. */
@@ -116,7 +119,8 @@ void model_forward(Model *m, const int *ids, int n, int pos, Phase phase);
 void model_rehearse(Model *m);
 
 /* Prefill any number of tokens in chunks. Logits of the last token are left in row 0 (of the last chunk's tokens, if
- * loaded with all_logits).
+ * loaded with all_logits). When *m->interrupt says so it stops on the way: neither the cache beyond pos nor the logits
+ * are then of use.
  * Returns 0 or ERR_NUMBER. */
 int model_prefill(Model *m, const int *ids, int n, int pos, Error *err);
 

@@ -12,13 +12,10 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Median and 99th percentile of the steps between n >= 2 tokens; they stay NAN when memory is short. */
-static void step_quantiles(Timing *t, const double *token_ms, size_t n) {
+/* Median and 99th percentile of the steps between n >= 2 tokens, whose times become those steps in order of length. */
+static void step_quantiles(Timing *t, double *token_ms, size_t n) {
     const size_t n_steps = n - 1;
-    double *steps = malloc(n_steps * sizeof *steps);
-    if (!steps) {
-        return;
-    }
+    double *steps = token_ms;
     for (size_t i = 0; i < n_steps; i++) {
         steps[i] = token_ms[i + 1] - token_ms[i];
     }
@@ -26,10 +23,9 @@ static void step_quantiles(Timing *t, const double *token_ms, size_t n) {
     t->tpot_median_ms = (steps[(n_steps - 1) / 2] + steps[n_steps / 2]) / 2;
     // Nearest rank: the smallest step that at least 99 % of the steps do not exceed.
     t->tpot_p99_ms = steps[n_steps - 1 - n_steps / 100];
-    free(steps);
 }
 
-Timing timing_of(const double *token_ms, size_t n, size_t prompt_tokens, double prefill_ms) {
+Timing timing_of(double *token_ms, size_t n, size_t prompt_tokens, double prefill_ms) {
     Timing t = {
         .prefill_tokens = prompt_tokens,
         .decode_tokens = n,

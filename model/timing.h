@@ -15,8 +15,8 @@ typedef struct {
     double total_ms;                       // from start to the last token
 } Timing;
 
-/* token_ms (n): when each token was known, ms after the start of prefill, ascending.
+/* token_ms (n): when each token was known, ms after the start of prefill, ascending; it is overwritten.
  * prefill_ms: when prefill was done; used as TTFT where n = 0. */
-Timing timing_of(const double *token_ms, size_t n, size_t prompt_tokens, double prefill_ms);
+Timing timing_of(double *token_ms, size_t n, size_t prompt_tokens, double prefill_ms);
 
 #endif

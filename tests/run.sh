@@ -1,6 +1,7 @@
 #!/bin/sh
-# Run the test programs named as arguments and tests/test_*.sh one after the other, from the root of the repository, and
-# end with one line: "N passed, N failed, N skipped". BIN is where run and convert are, BUILD where scratch files may go.
+# Run the test programs named as arguments and tests/test_*.sh, as many at a time as there are cores, from the root of the
+# repository, and end with one line: "N passed, N failed, N skipped". BIN is where run and convert are, BUILD where
+# scratch files and the tests' logs may go.
 #
 # Programs are cmocka's; a script prints one line "ok NAME", "not ok NAME" or "skip NAME: reason" for each test.
 set -u
@@ -8,26 +9,36 @@ cd "$(dirname "$0")/.." || exit 1
 BIN=$(cd "${BIN:-.}" && pwd) BUILD=${BUILD:-build}
 export BIN BUILD
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"  # test machines are busy: waiting threads sleep
-passed=0 failed=0 skipped=0
-log=$BUILD/test.log
+logs=$BUILD/test-logs
+rm -rf "$logs"
+mkdir -p "$logs"
 
-count() { grep -c "$1" "$log"; }
-
-# SPDP_TEST_SHORT leaves the scripts out, which convert many models, and long tests: for builds with sanitizers.
-scripts=tests/test_*.sh
+# SPDP_TEST_SHORT leaves the scripts out, which convert many models, and long tests: for builds with sanitizers. The
+# scripts are the longest, so they start first.
+scripts=$(ls tests/test_*.sh)
 [ -z "${SPDP_TEST_SHORT:-}" ] || scripts=
 # shellcheck disable=SC2086  # a list of files
-for test in "$@" $scripts; do
-    [ -e "$test" ] || continue
-    echo "== $test"
-    "$test" >"$log" 2>&1
-    status=$?
+set -- $scripts "$@"
+
+# A test's output and status go to files; what it came to is printed from them in order.
+# shellcheck disable=SC2016  # the inner shell's variables
+printf '%s\n' "$@" | xargs -P "$(nproc)" -n 1 sh -c '
+    log=$0/$(basename "$1")
+    echo "== $1"
+    "$1" >"$log" 2>&1
+    echo $? >"$log.status"' "$logs"
+
+passed=0 failed=0 skipped=0
+for test in "$@"; do
+    log=$logs/$(basename "$test")
+    count() { grep -c "$1" "$log"; }
     case $test in
     *.sh) p=$(count '^ok ') f=$(count '^not ok ') s=$(count '^skip ') ;;
     *) p=$(count '^\[       OK \]') f=$(count '^\[  FAILED  \] [a-z_0-9]*$') s=$(count '^\[  SKIPPED \] [a-z_0-9]*$') ;;
     esac
-    if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then
-        echo "$test: ended with status $status" >>"$log"
+    status=$(cat "$log.status" 2>/dev/null)
+    if [ "$status" != 0 ] && [ "$f" -eq 0 ]; then
+        echo "$test: ended with status ${status:-unknown}" >>"$log"
         f=1
     fi
     if [ "$f" -ne 0 ]; then
@@ -35,7 +46,7 @@ for test in "$@" $scripts; do
     else
         grep -iE '^skip|skipped:' "$log"
     fi
-    echo "   $p passed, $f failed, $s skipped"
+    echo "$test: $p passed, $f failed, $s skipped"
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
 done
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -497,7 +497,8 @@ static float *logits_after(Model *m, const int *ids, size_t n, size_t pos) {
 static double largest_difference(const float *a, const float *b, int n) {
     double largest = 0;
     for (int i = 0; i < n; i++) {
-        largest = fmax(largest, fabs((double)a[i] - (double)b[i]));
+        const double d = fabs((double)a[i] - (double)b[i]);
+        largest = d > largest ? d : largest;
     }
     return largest;
 }
@@ -557,12 +558,55 @@ static void test_a_flag_ends_generation(void **state) {
     assert_string_equal(stop_reason_name(r.stop), "interrupt");
     assert_ids(&c.ids, all.ids.ids, 5);
     assert_int_equal(r.cached, 3 + 5);
-    c.flag = 1;  // before the first token
+    c.flag = 1;  // before the first token: what there is of the prompt does not count
     r = generate_into(&c, &f.m, prompt, 3, 0, 9);
     assert_int_equal(r.stop, STOP_INTERRUPT);
     assert_int_equal(c.ids.n, 0);
-    assert_int_equal(r.cached, 3);
+    assert_int_equal(r.cached, 0);
     free(c.ids.ids);
+    free(all.ids.ids);
+    close_demo(&f);
+}
+
+/* Raises a flag at the input of the MLP of layer 2. */
+typedef struct {
+    volatile sig_atomic_t *flag;
+    int n_inputs;
+} Raise;
+
+static void raise_in_layer_2(void *user, int layer, Site site, const fp16 *x, int n, int width) {
+    (void)x;
+    (void)n;
+    (void)width;
+    Raise *r = user;
+    r->n_inputs++;
+    *r->flag = *r->flag || (layer == 2 && site == SITE_MLP_IN);
+}
+
+static void test_a_flag_ends_prefill_between_two_layers(void **state) {
+    (void)state;
+    enum { N = 300, BEFORE = 7 };
+    int prompt[N];
+    Fixture f;
+    open_demo(&f);
+    for (int i = 0; i < N; i++) {
+        prompt[i] = 3 + (i * 37) % (f.m.config.vocab_size - 3);
+    }
+    Collected all = {0}, cut = {0};
+    generate_into(&all, &f.m, prompt, N, 0, 5);
+    Raise raise = {.flag = &cut.flag};
+    const InputHook hook = {.input = raise_in_layer_2, .user = &raise};
+    free(logits_after(&f.m, prompt, BEFORE, 0));
+    f.m.hook = &hook;
+    GenerateResult r = generate_into(&cut, &f.m, prompt + BEFORE, N - BEFORE, BEFORE, 5);
+    f.m.hook = NULL;
+    assert_int_equal(r.stop, STOP_INTERRUPT);
+    assert_int_equal(raise.n_inputs, 3 * 4);  // of the first three layers and the first chunk
+    assert_int_equal(r.cached, BEFORE);
+    cut.flag = 0;
+    r = generate_into(&cut, &f.m, prompt + r.cached, (size_t)(N - r.cached), (size_t)r.cached, 5);
+    assert_ids(&cut.ids, all.ids.ids, 5);
+    free(cut.ids.ids);
     free(all.ids.ids);
     close_demo(&f);
 }
@@ -642,6 +686,7 @@ int main(void) {
         cmocka_unit_test(test_a_bad_file_changes_nothing),
         cmocka_unit_test(test_the_cache_is_kept_between_turns),
         cmocka_unit_test(test_a_flag_ends_generation),
+        cmocka_unit_test(test_a_flag_ends_prefill_between_two_layers),
         cmocka_unit_test(test_messages),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

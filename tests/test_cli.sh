@@ -201,6 +201,21 @@ row_48_a_full_disk_is_a_failure_of_run() {
 }
 t row_48_a_full_disk_is_a_failure_of_run
 
+# cases.md row 36: the same figures to the last bit, every time; other threads may add up in another order.
+row_36_the_last_logits_have_a_hash() {
+    for n in 1 2; do
+        succeeds run "$s/dense.bin" -p "$once" -n 12 -t 0 -v -b cpu
+        sed -n 's/^logits *\([0-9a-f]\{16\}\), hash of the last$/\1/p' "$s/err" >"$s/hash.$n"
+    done
+    [ -s "$s/hash.1" ]
+    cmp "$s/hash.1" "$s/hash.2"
+    run "$s/dense.bin" -p "$once" -n 12 -t 0 -q -b cpu --json "$s/figures" >"$s/out"
+    [ "$(json logits_hash "$s/figures")" = "\"$(cat "$s/hash.1")\"" ]
+    run "$s/dense.bin" -p "$once" -n 13 -t 0 -q -b cpu --json "$s/figures" >"$s/out"
+    [ "$(json logits_hash "$s/figures")" != "\"$(cat "$s/hash.1")\"" ]
+}
+t row_36_the_last_logits_have_a_hash
+
 a_seed_gives_the_same_bytes() {
     for threads in 2 2 1; do
         run "$s/half.bin" -p "$once" -n 40 -t 1.1 --top-p 0.95 --seed 7 -q -j $threads >"$s/seed.$threads"
@@ -435,12 +450,28 @@ perplexity_follows_the_protocol_asked_for() {
 }
 t perplexity_follows_the_protocol_asked_for
 
+row_22_models_are_compared_on_a_text() {
+    succeeds run "$s/dense.bin" "$s/half.bin" --ppl "$s/king.txt" --ppl-tokens 100 --json "$s/both"
+    [ "$(grep -o '"model":"[^"]*"' "$s/both" | tr '\n' ' ')" = "\"model\":\"$s/dense.bin\" \"model\":\"$s/half.bin\" " ]
+    for name in dense half; do
+        run "$s/$name.bin" --ppl "$s/king.txt" --ppl-tokens 100 -q --json "$s/$name.ppl"
+        ppl=$(json perplexity "$s/$name.ppl")
+        grep -qF "\"perplexity\":$ppl," "$s/both"
+        grep -qE "^ *$(printf %.4f "$ppl") .* $s/$name.bin\$" "$s/err"
+    done
+    grep -qE '^ *ppl +to first +nll' "$s/err"
+    grep -qE "\+0\.00 % .* $s/dense.bin" "$s/err"
+    lacks 'not comparable' "$s/err"
+    refuses 1 "$s/none.bin: No such file" run "$s/dense.bin" "$s/none.bin" --ppl "$s/king.txt" -q
+    refuses 2 'more than one MODEL, which only --ppl takes' run "$s/dense.bin" "$s/half.bin" -p "$once"
+}
+t row_22_models_are_compared_on_a_text
+
 # ---- run: figures -----------------------------------------------------------------------------------------
 
 keys='backend bytes_per_token ceiling_gb_s decode_tok_s decode_tokens device dp_asked dp_reached gb_s
-joules_per_token logprobs nll nll_stderr overlap overlap_independent overlap_worst perplexity prefill_tok_s prefill_tokens seed
-sp stop_reason total
-tpot_median_ms tpot_ms tpot_p99_ms ttft_ms'
+joules_per_token logits_hash logprobs model nll nll_stderr overlap overlap_independent overlap_worst perplexity
+prefill_tok_s prefill_tokens seed sp stop_reason total tpot_median_ms tpot_ms tpot_p99_ms ttft_ms'
 
 # has_keys FILE NULLS: one line of JSON with every key, null exactly where listed.
 has_keys() {
@@ -464,8 +495,8 @@ json_has_every_key_and_null_where_there_is_no_figure() {
         nll_stderr overlap overlap_independent overlap_worst perplexity total tpot_median_ms tpot_ms tpot_p99_ms'
     run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/figures"
     has_keys "$s/figures" 'bytes_per_token ceiling_gb_s decode_tok_s decode_tokens dp_reached gb_s
-        joules_per_token logprobs overlap overlap_independent overlap_worst prefill_tok_s prefill_tokens seed stop_reason total tpot_median_ms tpot_ms
-        tpot_p99_ms ttft_ms'
+        joules_per_token logits_hash logprobs overlap overlap_independent overlap_worst prefill_tok_s prefill_tokens
+        seed stop_reason total tpot_median_ms tpot_ms tpot_p99_ms ttft_ms'
 }
 t json_has_every_key_and_null_where_there_is_no_figure
 
@@ -999,7 +1030,7 @@ row_22_a_weight_that_is_not_a_number_is_refused_by_name() {
     open_weights $down
     for value in 'NaN \001\176' 'infinite \000\374'; do
         patch "$weights" $((begin + 2 * 768)) "${value#* }"  # fp16
-        for method in '--sp 0' '--method magnitude' '--method sparsegpt'; do
+        for method in '--sp 0' '--method magnitude' '--method sparsegpt --calib-tokens 1024'; do
             refuses 1 "$down: row 1, column 0.*${value% *}" convert "$s/new.source" "$s/new.bin" $method --dp 0 -q
             absent new.bin
         done
@@ -1331,15 +1362,22 @@ bench_prints_a_table() {
     succeeds run "$s/dynamic.bin" --bench --prompt-tokens 9 -n 5 --json "$s/figures" -j 1
     [ "$(grep -c '^tiled-cbc ' "$s/out")" -eq 3 ]
     grep -q 'read ceiling' "$s/out"
-    grep -q 'one generation of each row warms up and is not counted, then 3 are' "$s/out"
-    grep -q '^storage .*SP .*DP .*depth .*TTFT ms .*TPOT ms .*p99 .*min .*read/token .*GB/s' "$s/out"
+    grep -q 'one generation of each row warms up and is not counted, then 5 are' "$s/out"
+    grep -q '^storage .*SP .*DP .*depth .*TTFT ms .*TPOT ms .*p99 .*min .*max .*read/token .*GB/s' "$s/out"
     for dp in 0 0.3 0.5; do grep -q "\"dp_asked\":$dp," "$s/figures"; done
     [ "$(grep -o '"storage":"tiled-cbc","sp":0.5' "$s/figures" | wc -l)" -eq 3 ]
-    [ "$(grep -o '"prefill_tokens":9,"decode_tokens":5,"repeats":3' "$s/figures" | wc -l)" -eq 3 ]
+    [ "$(grep -o '"prefill_tokens":9,"decode_tokens":5,"repeats":5' "$s/figures" | wc -l)" -eq 4 ]
+    grep -q '"tpot_max_ms":[0-9].*"clock_mhz":' "$s/figures"
+    grep -qE '; clock ([0-9]+( to [0-9]+)? MHz|n/a); read ceiling' "$s/out"
+    # The same matrices dense beside them.
+    [ "$(grep -c '^dense  *0\.500  0\.00 ' "$s/out")" -eq 1 ]
+    grep -o '"bytes_per_token":[0-9]*' "$s/figures" | cut -d: -f2 | tr '\n' ' ' >"$s/sizes"
+    read -r exact _ _ dense_bytes <"$s/sizes" || [ -n "$dense_bytes" ]
+    [ "$dense_bytes" -gt "$exact" ]
     succeeds run "$s/dynamic.bin" --bench --prompt-tokens 9 -n 5 --dp 0.4 -q -j 1
     [ ! -s "$s/err" ]
     [ "$(grep -c '^tiled-cbc .* 0.40 ' "$s/out")" -eq 1 ]
-    [ "$(grep -c '^dense ' "$s/out")" -eq 0 ]
+    [ "$(grep -c '^dense ' "$s/out")" -eq 1 ]
     # Nothing to skip: one ratio.
     succeeds run "$s/ids.bin" --bench --prompt-tokens 9 -n 5 -q -j 1
     [ "$(grep -c '^dense .* 0.00 ' "$s/out")" -eq 1 ]
@@ -1516,10 +1554,12 @@ EOF
 }
 t wrong_chat_options_are_refused
 
-# Wait until a pattern is on the terminal.
-shows() {
+# Wait until a pattern is on the terminal, on one line or two.
+shows() { shows_on 1 "$1"; }
+shows_again() { shows_on 2 "$1"; }
+shows_on() {
     for _ in $(seq 500); do
-        if grep -q -e "$1" "$s/screen"; then return 0; fi
+        if [ "$(grep -c -e "$2" "$s/screen")" -ge "$1" ]; then return 0; fi
         sleep 0.02
     done
     return 1
@@ -1539,7 +1579,7 @@ row_44_chat_on_a_terminal() {
         printf '/save %s\n' "$s/said"
         shows 'turns saved: 1'
         printf '\033[A.again\n'
-        sleep 1
+        shows_again 'turns saved: 1'
         [ -e "$s/said.again" ]
         printf '/system a\\\n'
         shows '^\. '

@@ -16,6 +16,7 @@
 #include "../model/generate.h"
 #include "../model/perplexity.h"
 #include "../tokenizer/tokenizer.h"
+#include "skip.h"
 
 #define SHARED "../shared/data/"
 #define STORIES SHARED "stories260K/"
@@ -578,6 +579,7 @@ static void test_demo_equals_golden_json(void **state) {
 
 static void test_books_equal_golden_json(void **state) {
     (void)state;
+    skip_long_test();
     need(books.golden);
     for (size_t s = 0; s < 2; s++) {
         check_golden(&books, storages[s]);
@@ -586,6 +588,7 @@ static void test_books_equal_golden_json(void **state) {
 
 static void test_demo_predicts_heldout_text_as_the_reference(void **state) {
     (void)state;
+    skip_long_test();
     need(HELDOUT);
     for (size_t s = 0; s < 2; s++) {
         check_nll(&demo, storages[s]);
@@ -594,6 +597,7 @@ static void test_demo_predicts_heldout_text_as_the_reference(void **state) {
 
 static void test_books_predict_heldout_text_as_the_reference(void **state) {
     (void)state;
+    skip_long_test();
     need(HELDOUT);
     need(books.source);
     for (size_t s = 0; s < 2; s++) {

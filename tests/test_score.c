@@ -382,6 +382,7 @@ static void wrong_items_are_named(void **state) {
 
 /* ---- the benchmark ---- */
 
+/* cases.md row 50: the slowest and the fastest step, the clock, the depth. */
 static void rows_say_what_was_asked(void **state) {
     (void)state;
     Fixture f;
@@ -404,6 +405,8 @@ static void rows_say_what_was_asked(void **state) {
         assert_true(r->dp_asked == plan.dp[i].mlp);
         assert_true(fabs(r->dp_reached - r->dp_asked) < 0.1);
         assert_true(0 < r->step_min_ms && r->step_min_ms <= r->timing.tpot_median_ms);
+        assert_true(r->step_max_ms >= r->timing.tpot_p99_ms);
+        assert_true(isnan(r->clock_mhz) || (r->clock_mhz > 100 && r->clock_mhz < 10000));
         assert_true(r->timing.tpot_median_ms <= r->timing.tpot_p99_ms && r->timing.ttft_ms > 0);
         assert_true(fabs(r->gb_s * r->timing.tpot_median_ms * 1e6 / r->bytes_per_token - 1) < 1e-9);
         assert_true(i == 0 || r->bytes_per_token < b.rows[i - 1].bytes_per_token);

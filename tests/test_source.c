@@ -719,7 +719,7 @@ static void shard_names_cannot_leave_the_directory(void **state) {
         refuse(f->dir, "not a plain file name");
     }
     write_text(f, "model.safetensors.index.json", "{\"weight_map\":{\"model.norm.weight\":\"..\"}}");
-    refuse_as(ERR_OPEN, f->dir, "cannot open ..");
+    refuse_as(ERR_OPEN, f->dir, "..: is a directory");
     write_text(f, "model.safetensors.index.json", "{\"weight_map\":{}}");
     refuse(f->dir, "weight_map");
     write_text(f, "model.safetensors.index.json", "{}");
@@ -1155,10 +1155,11 @@ static void weights_behind_four_gigabytes_are_found(void **state) {
     s->free(s);
 }
 
+/* Of mapped files: what a sanitizer adds for itself is not the tensor's. */
 static size_t resident_bytes(void) {
-    size_t total, pages = 0;
+    size_t pages = 0;
     FILE *file = fopen("/proc/self/statm", "r");
-    if (!file || fscanf(file, "%zu %zu", &total, &pages) != 2) {
+    if (!file || fscanf(file, "%*u %*u %zu", &pages) != 1) {
         pages = 0;
     }
     if (file) {

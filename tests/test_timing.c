@@ -57,7 +57,7 @@ static void assert_no_time_per_token(Timing t) {
 /* cases.md row 49. */
 static void test_one_token_has_no_time_per_token(void **state) {
     (void)state;
-    const double token_ms = 20;
+    double token_ms = 20;
     const Timing t = timing_of(&token_ms, 1, 8, 19);
     assert_no_time_per_token(t);
     assert_int_equal(t.decode_tokens, 1);
@@ -123,7 +123,7 @@ static void test_p99_is_the_nearest_rank(void **state) {
 
 static void test_a_clock_that_stands_still_gives_no_rate(void **state) {
     (void)state;
-    const double token_ms[] = {0, 0, 0};
+    double token_ms[] = {0, 0, 0};
     const Timing t = timing_of(token_ms, 3, 8, 0);
     assert_true(isnan(t.prefill_tok_s));
     assert_true(isnan(t.decode_tok_s));

@@ -73,13 +73,28 @@ void error_line(char *error, size_t error_bytes, const char *subject, const char
     }
 }
 
+/* Protobuf's containers are broken once an allocation within them has thrown, and crash when they are destroyed. So
+ * there is no way back from memory that is short while the library works. */
+class NoWayBack {
+   public:
+    NoWayBack() : before_(std::set_new_handler(end)) {}
+    ~NoWayBack() { std::set_new_handler(before_); }
+
+    [[noreturn]] static void end() {
+        std::fputs("out of memory: in the tokenizer\n", stderr);
+        std::exit(1);
+    }
+
+   private:
+    std::new_handler before_;
+};
+
 template <typename Action>
 bool guarded(const Action &action, const char *subject, char *error, size_t error_bytes) {
+    const NoWayBack without_memory;
     try {
         action();
         return true;
-    } catch (const std::bad_alloc &) {
-        error_line(error, error_bytes, subject, "memory is short");
     } catch (const std::exception &e) {
         error_line(error, error_bytes, subject, e.what());
     } catch (...) {
@@ -412,7 +427,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t bytes, int **
         if (!result.empty()) {
             copy = static_cast<int *>(std::malloc(result.size() * sizeof *copy));
             if (!copy) {
-                throw std::bad_alloc();
+                NoWayBack::end();
             }
             std::copy(result.begin(), result.end(), copy);
         }

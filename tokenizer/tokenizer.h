@@ -12,6 +12,9 @@ extern "C" {
 
 typedef struct Tokenizer Tokenizer;
 
+/* Where memory is short while the library loads or encodes, the program ends with a line and status 1: protobuf does
+ * not survive it. */
+
 /* Load a sentencepiece model (a serialized ModelProto) from memory, which may go away afterwards.
  * On failure returns false, leaves *t untouched and puts one line into error (error_bytes > 0). */
 bool tokenizer_load(Tokenizer **t, const void *model, size_t bytes, char *error, size_t error_bytes);
@@ -24,7 +27,7 @@ int tokenizer_unk_id(const Tokenizer *t);
 
 /* Encode length-counted bytes (NUL and invalid UTF-8 allowed) exactly as sentencepiece does. No BOS or EOS
  * is added, and text that spells a control token stays text. *ids is an array of *n ids (NULL when n = 0),
- * released with free(). Returns false when memory is short or the library refuses; error says why. */
+ * released with free(). Returns false when the library refuses; error says why. */
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t bytes, int **ids, size_t *n, char *error,
                       size_t error_bytes);
 

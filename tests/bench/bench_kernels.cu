@@ -11,7 +11,6 @@
  * --quick: only the setting .5/.5. --models: the linear layers of other models in place of the table of 14,
  * fewer replays. --sweep: times for every width of a slice, to tune the choice. --only: one shape of the
  * table, counted from 0. */
-#include <dlfcn.h>
 #include <time.h>
 
 #include <algorithm>
@@ -19,6 +18,7 @@
 #include <string>
 
 #include "../../kernels/cublas.h"
+#include "../../kernels/nvml.h"
 #include "../gpu/device_matrix.cuh"
 
 static const size_t COPIES_BYTES = (size_t)400 << 20;  // several times the L2 of an H200 (60 MB)
@@ -120,39 +120,12 @@ static Time time_calls(const Bench *b, int reps, const std::function<void(int)> 
 
 /* ---- the device ---------------------------------------------------------------------------------------- */
 
-/* What the driver says of the clocks, while the device works; "clocks unknown" without NVML. */
-static std::string clocks() {
-    struct Nvml {
-        int (*init)();
-        int (*shutdown)();
-        int (*find)(const char *bus, void **device);
-        int (*now)(void *device, int clock, unsigned *mhz);
-        int (*most)(void *device, int clock, unsigned *mhz);
-    } nvml;
-    enum { CLOCK_SM = 1, CLOCK_MEMORY = 2 };
-    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL), *device;
-    const auto load = [&](auto *function, const char *name) {
-        *function =
-            reinterpret_cast<std::decay_t<decltype(*function)>>(library ? dlsym(library, name) : nullptr);
-        return *function != nullptr;
-    };
-    char bus[32];
-    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
-    if (!load(&nvml.init, "nvmlInit_v2") || !load(&nvml.shutdown, "nvmlShutdown") ||
-        !load(&nvml.find, "nvmlDeviceGetHandleByPciBusId_v2") || !load(&nvml.now, "nvmlDeviceGetClockInfo") ||
-        !load(&nvml.most, "nvmlDeviceGetMaxClockInfo") || nvml.init() != 0) {
-        return "clocks unknown";
-    }
-    std::string text = "clocks unknown";
-    unsigned sm, sm_most, memory, memory_most;
-    if (nvml.find(bus, &device) == 0 && nvml.now(device, CLOCK_SM, &sm) == 0 &&
-        nvml.most(device, CLOCK_SM, &sm_most) == 0 && nvml.now(device, CLOCK_MEMORY, &memory) == 0 &&
-        nvml.most(device, CLOCK_MEMORY, &memory_most) == 0) {
-        text = "SM clock " + std::to_string(sm) + " of " + std::to_string(sm_most) + " MHz, memory clock " +
-               std::to_string(memory) + " of " + std::to_string(memory_most) + " MHz";
-    }
-    nvml.shutdown();
-    return text;
+/* What the driver says of a clock. */
+static std::string clock_text(const Nvml *nvml, const char *name, NvmlClock clock) {
+    const double now = nvml_clock_mhz(nvml, clock), most = nvml_most_clock_mhz(nvml, clock);
+    return std::isnan(now) || std::isnan(most) ? std::string(name) + " clock unknown"
+                                               : std::string(name) + " clock " + std::to_string((int)now) + " of " +
+                                                     std::to_string((int)most) + " MHz";
 }
 
 /* The clocks while the device is at work. */
@@ -163,7 +136,11 @@ static std::string clocks_at_work(const CudaLaunch *c) {
     for (int i = 0; i < 500; i++) {
         CUDA_CHECK(cudaMemsetAsync(p, 1, bytes, c->stream));
     }
-    const std::string state = clocks();
+    char bus_id[32];
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, 0));
+    Nvml *nvml = nvml_open(bus_id);
+    const std::string state = clock_text(nvml, "SM", NVML_SM) + ", " + clock_text(nvml, "memory", NVML_MEMORY);
+    nvml_close(nvml);
     CUDA_CHECK(cudaStreamSynchronize(c->stream));
     CUDA_CHECK(cudaFree(p));
     return state;
