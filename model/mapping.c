@@ -20,7 +20,7 @@ struct Mapped {
     int fd;            // -1: the caller's
     struct stat file;  // as it was opened
     char name[256];
-    char lost[402];    // what there is to say when a page is
+    char lost[402];    // what there is to say when one of its pages is
 };
 
 /* A signal handler can be given nothing. */

@@ -126,12 +126,12 @@ make_inputs() {
 t make_inputs
 [ $failed -eq 0 ] || exit 1
 
-# All that run does, and all that convert does.
-run_text='run model.bin -p once -n 4 -t 0 -q'
-run_chat='run model.bin --chat --template llama2 --system be -n 4 -t 0 -j 1 -q'
-run_json='run model.bin --ppl text --json new/figures -j 1 -q'
-run_score='run model.bin --score items -j 1 -q'
-calibration='--no-tokenizer --calib ids.tok --calib-tokens 1000 -j 1 -q'
+# All that run does, and all that convert does, on any machine alike.
+run_text='run model.bin -b cpu -p once -n 4 -t 0 -q'
+run_chat='run model.bin -b cpu --chat --template llama2 --system be -n 4 -t 0 -j 1 -q'
+run_json='run model.bin -b cpu --ppl text --json new/figures -j 1 -q'
+run_score='run model.bin -b cpu --score items -j 1 -q'
+calibration='-b cpu --no-tokenizer --calib ids.tok --calib-tokens 1000 -j 1 -q'
 magnitude='convert source.bin new/model --tokenizer tokenizer --method magnitude --sp 0.5 --dp 0 -q'
 wanda="convert source.bin new/model --method wanda --sp 0.5 --dp 0 $calibration"
 thresholds="convert source.bin new/model --method magnitude --sp 0 --dp 0.5 $calibration"
@@ -245,7 +245,7 @@ short_and_interrupted_calls_change_nothing() {
         rm new/model
     done
     $run_text >whole
-    (printf on; sleep 0.1; printf ce) | run model.bin -n 4 -t 0 -q >out
+    (printf on; sleep 0.1; printf ce) | run model.bin -b cpu -n 4 -t 0 -q >out
     cmp out whole
 }
 t short_and_interrupted_calls_change_nothing
@@ -254,10 +254,10 @@ t short_and_interrupted_calls_change_nothing
 
 # cases.md row 15.
 row_15_a_model_that_is_cut_while_it_runs_is_named() {
-    walk alloc:cut run cut -p once -n 4 -t 0 -q
+    walk alloc:cut run cut -b cpu -p once -n 4 -t 0 -q
     outcomes "$lost"
     mkfifo new/in
-    env run cut --chat -n 4 -t 0 -q <new/in >out 2>err &
+    env run cut -b cpu --chat -n 4 -t 0 -q <new/in >out 2>err &
     exec 9>new/in
     echo once >&9
     while [ ! -s out ]; do
@@ -281,9 +281,9 @@ row_15_a_source_that_is_cut_while_it_is_converted_is_named() {
     outcomes "$lost" "$changed" "$(resumable "$changed")" "$(echo "$lost" | sed "s/ none / kept /")"
     cp model.bin cut
     cp -r "$root/demo" source && chmod -R u+w source
-    export FAULT_CUT=source/model.safetensors
     refuses 'model.safetensors: was \(cut short\|changed\)' \
-        with disk:12:cut convert source new/model --method magnitude --dp 0 -q
+        env FAULT=disk:12:cut FAULT_CUT=source/model.safetensors LD_PRELOAD="$fault" \
+        convert source new/model --method magnitude --dp 0 -q
     [ -z "$(ls new)" ]
 }
 t row_15_a_source_that_is_cut_while_it_is_converted_is_named
@@ -332,7 +332,7 @@ row_48_closed_streams_are_no_files() {
         cmp new/model model.bin
     done
     refuses 'standard output: Bad file descriptor' sh -c "$run_text >&-"
-    refuses 'standard input: Bad file descriptor' sh -c 'run model.bin -n 4 -q <&-'
+    refuses 'standard input: Bad file descriptor' sh -c 'run model.bin -b cpu -n 4 -q <&-'
 }
 t row_48_closed_streams_are_no_files
 exit $failed
