@@ -90,6 +90,9 @@ help:
 	@echo "make test         build and run every test that needs no GPU"
 	@echo "make debug        build with ASan and UBSan into build/debug"
 	@echo "make test-debug   the tests with that build"
+	@echo "make test-clang   build with clang, its unit tests; test-tsan: races between threads (clang)"
+	@echo "make test-aarch64 unit tests of an AArch64 build, under qemu (cross compiler)"
+	@echo "make coverage     lines that make test reaches, file by file"
 	@echo "make fuzz         build the fuzz targets and replay their corpora (clang)"
 	@echo "make bench        CPU figures: encoder, decode"
 	@echo "make test-gpu     tests on a GPU; test-gpu-sanitize, gpu-bundle: see tests/gpu/gpu.mk"
@@ -196,7 +199,13 @@ $(BUILD)/tests/%: tests/%.c $(LIBRARY)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(LIBRARY) -lcmocka $(LDLIBS)
 
-test: all $(TESTS)
+# A library that makes system calls fail: preloaded, and so without any sanitizer.
+FAULT = $(BUILD)/tests/fault/fault.so
+$(FAULT): tests/fault/fault.c
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fopenmp $(SANITIZE),$(CFLAGS)) -shared -fPIC -o $@ $< -ldl
+
+test: all $(TESTS) $(FAULT)
 	BIN=$(BIN) BUILD=$(BUILD) tests/run.sh $(TESTS)
 
 test-debug: debug
@@ -220,6 +229,7 @@ quality best: all
 
 include tests/fuzz/fuzz.mk
 include tests/gpu/gpu.mk
+include tests/analysis.mk
 
 # Static analysis: .clang-tidy says which checks and why; tests/cppcheck.txt what cppcheck is wrong about.
 LINT_FLAGS = -std=c11 -D_GNU_SOURCE -fopenmp -DUSE_CUDA -DVERSION='"lint"'

@@ -57,8 +57,8 @@ static const char usage[] =
     "  --score FILE        log-probability of continuations, each a JSON line\n"
     "                      {\"context\": \"..\", \"continuation\": \"..\"}\n"
     "speed\n"
-    "  --bench             table of times: 128 and 2048 random ids, 128 new tokens, DP 0, .3, .5; or what\n"
-    "                      --prompt-tokens, -n and --dp ask for\n"
+    "  --bench             table of times: 128 and 2048 random ids, 128 new tokens, DP 0, .3, .5 and dense;\n"
+    "                      or what --prompt-tokens, -n and --dp ask for\n"
     "random weights\n"
     "  --synthetic SHAPE   tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or\n"
     "                      dim:hidden:layers:heads:kv:vocab:context; --seed is theirs too (default 0)\n"
@@ -72,7 +72,7 @@ static const char usage[] =
     "  -j N                threads of the CPU (default: all cores)\n"
     "report\n"
     "  --logprobs K        the K (1 .. 20) most probable tokens at every place, in --json or as a table\n"
-    "  --json FILE         figures as JSON, one object per prompt (- = stderr, and nothing else there)\n"
+    "  --json FILE         figures as JSON, a line per prompt or model (- = stderr, and nothing else there)\n"
     "  --verify            check every checksum of MODEL first\n"
     "  -v, -q              more, nothing but errors\n"
     "  --version, -h\n";
@@ -860,38 +860,33 @@ static int bench_loaded(Bench *b, Run *run, Error *err) {
                        checkpoint_sparsity(&run->ck), &plan, &progress, err);
 }
 
-/* The dense model in the place of the pruned one: of the same shape, or the file's with its zeros. */
-static int bench_dense(Bench *b, Run *run, Error *err) {
+/* The dense model in the place of the pruned one: of the same shape, or the file's with its zeros. What keeps it from
+ * being measured, like its size, does not spoil what has been. */
+static void bench_dense(Bench *b, Run *run) {
+    Error reason;
     tear_down_model(run);
     run->dense = true;
     run->o.synthetic.sp = 0;
     run->o.synthetic.dp = 0;
     run->o.dp = (Ratios){NAN, NAN};
     run->o.dp_by_site = false;
-    Error reason = {0};
-    const int rc = set_up(run, &reason);
-    if (rc == ERR_MEMORY && run->be) {
-        if (run->chatty) {
-            fprintf(stderr, "note      the dense form is not measured: %s\n", reason.text);
-        }
-        return OK;
+    if ((set_up(run, &reason) || bench_loaded(b, run, &reason)) && run->chatty) {
+        fprintf(stderr, "note      the dense form is not measured: %s\n", reason.text);
     }
-    *err = rc ? reason : *err;
-    return rc ? rc : bench_loaded(b, run, err);
 }
 
 static int bench_all(Run *run, Error *err) {
     Bench b = {0};
     const double ceiling = run->be->read_ceiling(run->be);
-    int rc = bench_loaded(&b, run, err);
-    if (!rc && b.rows[0].tiled) {
-        rc = bench_dense(&b, run, err);
-    }
+    const int rc = bench_loaded(&b, run, err);
     if (rc) {
         return rc;
     }
-    print_bench(&b, run->be, ceiling);
-    return run->json ? write_json_line(run, bench_json(&b, run->be, ceiling), err) : OK;
+    if (b.rows[0].tiled) {
+        bench_dense(&b, run);
+    }
+    print_bench(&b, ceiling);
+    return run->json ? write_json_line(run, bench_json(&b, ceiling), err) : OK;
 }
 
 static int chat(Run *run, Error *err) {
@@ -1045,12 +1040,13 @@ static void report_dp(const Run *run) {
 static int open_json(Run *run, Error *err) {
     const char *path = run->o.json;
     if (path && !run->json) {
+        struct stat st;
+        const bool is_new = lstat(path, &st) != 0;
         run->json = strcmp(path, "-") == 0 ? stderr : fopen(path, "w");
         if (!run->json) {
             return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
         }
-        struct stat st;
-        if (run->json != stderr && lstat(path, &st) == 0 && S_ISREG(st.st_mode)) {
+        if (run->json != stderr && is_new) {
             unfinished_set(path);  // until it has a line
         }
     }
@@ -1084,8 +1080,8 @@ static int set_up(Run *run, Error *err) {
         fprintf(stderr, "note      %s; using the CPU\n", note.text);
     }
     if (run->chatty) {
-        fprintf(stderr, "device    %s\nmodel     %s, %s, %.1f %% sparse; %s in %.0f ms%s\n", run->be->device,
-                o->model, size_text((double)run->ck.bytes).text, 100 * checkpoint_sparsity(&run->ck),
+        fprintf(stderr, "device    %s\nmodel     %s%s, %s, %.1f %% sparse; %s in %.0f ms%s\n", run->be->device,
+                o->model, run->dense ? " (dense)" : "", size_text((double)run->ck.bytes).text, 100 * checkpoint_sparsity(&run->ck),
                 o->synthetic.shape ? "made" : "loaded", loaded_ms, o->verify ? ", checksums verified" : "");
         if (!o->bench) {
             report_dp(run);

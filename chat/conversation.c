@@ -2,6 +2,7 @@
 
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -199,42 +200,52 @@ static bool write_turns(const Conversation *c, FILE *f) {
     return ok;
 }
 
-/* mode: of the file, 0 = what the umask leaves. */
-static bool write_file(const Conversation *c, const char *path, mode_t mode) {
-    FILE *f = fopen(path, "w");
-    const bool ok = f && (mode == 0 || fchmod(fileno(f), mode) == 0) && write_turns(c, f);
+/* fd is taken over; < 0: opening it failed, errno says why. */
+static bool write_file(const Conversation *c, int fd) {
+    FILE *f = fd >= 0 ? fdopen(fd, "w") : NULL;
+    const bool ok = f && write_turns(c, f);
     const int reason = errno;
-    const bool closed = f && fclose(f) == 0;
+    const bool closed = f ? fclose(f) == 0 : fd >= 0 && close(fd) == 0;
     errno = ok ? errno : reason;
     return ok && closed;
 }
 
-/* Whole or not at all: a new file takes the old one's place and mode. */
+/* Whole or not at all: a new file takes the place of path, and its mode (0: there is none). */
 static bool replace_file(const Conversation *c, const char *path, mode_t mode) {
     char *new_path;
-    if (asprintf(&new_path, "%s.new", path) < 0) {
+    if (asprintf(&new_path, "%s.%ld.new", path, (long)getpid()) < 0) {
         errno = ENOMEM;
         return false;
     }
-    const bool ok = write_file(c, new_path, mode) && rename(new_path, path) == 0;
-    const int reason = errno;
-    if (!ok) {
-        unlink(new_path);
+    const int fd = open(new_path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    bool ok = fd >= 0;
+    if (ok) {
+        ok = (mode == 0 || fchmod(fd, mode) == 0) && write_file(c, fd) && rename(new_path, path) == 0;
+        const int reason = errno;
+        if (!ok) {
+            unlink(new_path);
+        }
+        errno = reason;
     }
+    const int reason = errno;
     free(new_path);
     errno = reason;
     return ok;
 }
 
 int conversation_save(const Conversation *c, const char *path, Error *err) {
-    char *linked = realpath(path, NULL);  // a link stays one
-    struct stat st;
-    const bool exists = linked && stat(linked, &st) == 0;
-    const bool ok = exists && !S_ISREG(st.st_mode) ? write_file(c, path, 0)
-                                                   : replace_file(c, linked ? linked : path, exists ? st.st_mode : 0);
-    const int reason = errno;
-    free(linked);
-    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(reason));
+    struct stat st, link;
+    const bool exists = stat(path, &st) == 0, linked = lstat(path, &link) == 0 && S_ISLNK(link.st_mode);
+    // What is no plain file of one's own (a device, a link, a file in a folder of others) is written where it is.
+    bool in_place = linked || (exists && !S_ISREG(st.st_mode)), ok = false;
+    if (!in_place && (!exists || access(path, W_OK) == 0)) {
+        ok = replace_file(c, path, exists ? st.st_mode : 0);
+        in_place = !ok && exists && (errno == EACCES || errno == EPERM || errno == EBUSY);
+    }
+    if (in_place) {
+        ok = write_file(c, open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+    }
+    return ok ? OK : error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
 }
 
 /* Take one message into a conversation being read: system first if at all, then user and assistant by turns. */

@@ -156,7 +156,7 @@ static bool parse(PackState *s) {
 
 int state_load(PackState *state, const char *path, Error *err) {
     *state = (PackState){0};
-    if (access(path, F_OK) != 0) {
+    if (access(path, F_OK) != 0 && errno == ENOENT) {
         return error_set(err, ERR_OPEN, "%.250s: there is none, so there is nothing to resume", path);
     }
     const int rc = mapping_open(&state->file, AT_FDCWD, path, err);

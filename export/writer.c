@@ -408,8 +408,9 @@ int writer_view(Writer *w, Checkpoint *ck, Error *err) {
         return rc;
     }
     if (!add_header(w, &file)) {
+        rc = error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->path, strerror(errno));
         mapping_close(&file);
-        return error_set(err, ERR_OPEN, "%.250s: cannot be mapped: %s", w->path, strerror(errno));
+        return rc;
     }
     return checkpoint_of(ck, &file, w->partial, err);
 }

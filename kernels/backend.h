@@ -68,7 +68,8 @@ struct Backend {
     /* Energy that the device has taken since some moment, joules; NAN where it cannot be measured. */
     double (*energy_joules)(Backend *be);
 
-    /* Clock of the device's cores at this moment, MHz; NAN where it is not known. */
+    /* Clock of the device's cores at this moment, MHz; of a CPU the mean over all cores of the machine, idle ones too.
+     * NAN where it is not known. */
     double (*clock_mhz)(Backend *be);
 
     /* GB/s of a streaming read of more memory than any cache holds, the best of several; NAN if there is no room. */

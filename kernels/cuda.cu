@@ -46,8 +46,8 @@ static Cuda *cuda_of(Backend *be) { return static_cast<Cuda *>(be->ctx); }
 static void *refuse(cudaError_t status, const char *kind, const char *what, size_t bytes, Error *err) {
     const size_t mib = (size_t)1 << 20;
     size_t free_bytes = 0, total;
-    cudaGetLastError();
     cudaMemGetInfo(&free_bytes, &total);
+    cudaGetLastError();  // of both: the next launch is not to blame
     error_set(err, ERR_MEMORY, "CUDA: no %s for %s (%zu MiB asked, %zu MiB free on the device): %s", kind, what,
               ceil_div(bytes, mib), free_bytes / mib, cudaGetErrorString(status));
     return NULL;

@@ -167,6 +167,8 @@ int bench_model(Bench *b, Model *m, Checkpoint *ck, Synthetic *synthetic, double
         .progress = progress,
         .total = (1 + BENCH_REPEATS) * n_fit * n_dp,
     };
+    b->backend = m->be->name;
+    memcpy(b->device, m->be->device, sizeof b->device);
     int rc = x.prompt && x.steps.token_ms
                  ? OK
                  : error_set(err, ERR_MEMORY, "no memory for a prompt of %d tokens", longest);

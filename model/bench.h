@@ -28,7 +28,7 @@ typedef struct {
     double dp_asked, dp_reached, total;  // as --json has them; reached: NAN where nothing can be skipped
     Timing timing;                       // TTFT: median of the repeats
     double step_min_ms, step_max_ms;
-    double clock_mhz;              // of the device's cores, mean over the repeats' ends; NAN: not known
+    double clock_mhz;              // backend's clock_mhz(), mean over the repeats' ends; NAN: not known
     double bytes_per_token, gb_s;  // of a decode step, mean; at the median step
     double joules_per_token;       // mean; NAN where it is not measured
 } BenchRow;
@@ -36,6 +36,8 @@ typedef struct {
 typedef struct {
     BenchRow rows[BENCH_MAX_ROWS];
     int n_rows;
+    const char *backend;  // its name, and what it runs on
+    char device[sizeof((Backend *)0)->device];
 } Bench;
 
 /* Add the rows of a model. Prompts are random ids, tokens are chosen greedily, ends of sequence are passed

@@ -55,7 +55,7 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
     double cache_bytes = 0, joules = NAN;
     double asking_ms = 0;  // for the energy, which is no part of a step
     int n = 0;
-    if (interrupted(params)) {
+    if (interrupted(params)) {  // also where no token is wanted
         r.stop = STOP_INTERRUPT;
         r.cached = params->pos;  // the prompt may not be whole
     }
@@ -92,7 +92,9 @@ int generate(GenerateResult *result, Model *m, const int *prompt, int n_prompt, 
         }
     }
     joules += timed_energy(m->be, &asking_ms);
-    rc = rc ? rc : hash_logits(&r.logits_hash, m, err);
+    if (!rc && r.cached > params->pos) {
+        rc = hash_logits(&r.logits_hash, m, err);
+    }
     if (!rc) {
         r.timing = timing_of(token_ms, (size_t)n, (size_t)n_prompt, prefill_ms);
         memcpy(r.sites, m->be->stats, sizeof r.sites);

@@ -30,7 +30,8 @@ typedef struct {
                                // the prompt where it was interrupted
     ProductStats sites[N_SITES], products;  // what decode steps had to touch, by site and in all
     double bytes_per_token;    // weights, norms, head and KV read by a decode step, mean
-    uint64_t logits_hash;      // XXH3 of the last logits: equal figures are computed alike to the last bit
+    uint64_t logits_hash;      // XXH3 of the last logits: equal figures are computed alike to the last bit;
+                               // 0 where an interrupted prompt has none
     double joules_per_token;   // of the device in decode, mean; NAN where it is not measured
 } GenerateResult;
 

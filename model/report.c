@@ -56,16 +56,17 @@ void report_generation(const Measured *x, const GenerateResult *g) {
             (unsigned long long)x->seed, stop_reason_name(g->stop));
     report_skipped(x, g->sites);
     if (x->verbose) {
-        fprintf(stderr, "memory    weights %s, KV %s, activations %s, peak %s\n", size_text((double)m->weight_bytes).text,
-                size_text((double)m->kv_bytes).text, size_text((double)m->scratch_bytes).text,
-                size_text((double)memory_peak()).text);
+        fprintf(stderr, "memory    weights %s, KV %s, activations %s, peak %s\n",
+                size_text((double)m->weight_bytes).text, size_text((double)m->kv_bytes).text,
+                size_text((double)m->scratch_bytes).text, size_text((double)memory_peak()).text);
         fprintf(stderr, "logits    %016llx, hash of the last\n", (unsigned long long)g->logits_hash);
     }
 }
 
 void report_perplexity(const Measured *x, const PerplexityResult *p) {
     fprintf(stderr,
-            "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; %zu tokens scored\n",
+            "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; "
+            "%zu tokens scored\n",
             p->n_windows, p->protocol.window, p->protocol.stride, p->protocol.prefix, p->n_scored);
     fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", checkpoint_sparsity(x->ck));
     report_skipped(x, p->sites);
@@ -118,8 +119,8 @@ static void print_clocks(const Bench *b) {
     }
 }
 
-void print_bench(const Bench *b, const Backend *be, double ceiling) {
-    printf("%s; ", be->device);
+void print_bench(const Bench *b, double ceiling) {
+    printf("%s; ", b->device);
     print_clocks(b);
     printf("; read ceiling ");
     printf(isfinite(ceiling) ? "%.1f GB/s\n" : "n/a (no room to measure it)\n", ceiling);
@@ -191,7 +192,7 @@ cJSON *figures_json(const Measured *x, const GenerateResult *g, const Perplexity
     return json;
 }
 
-static cJSON *bench_row_json(const BenchRow *r, const Backend *be, double ceiling) {
+static cJSON *bench_row_json(const Bench *b, const BenchRow *r, double ceiling) {
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "storage", r->tiled ? "tiled-cbc" : "dense");
     add_figure(json, "sp", r->sp);
@@ -215,15 +216,15 @@ static cJSON *bench_row_json(const BenchRow *r, const Backend *be, double ceilin
     add_figure(json, "share_of_ceiling", r->gb_s / ceiling);
     add_figure(json, "joules_per_token", r->joules_per_token);
     add_figure(json, "clock_mhz", r->clock_mhz);
-    cJSON_AddStringToObject(json, "backend", be->name);
-    cJSON_AddStringToObject(json, "device", be->device);
+    cJSON_AddStringToObject(json, "backend", b->backend);
+    cJSON_AddStringToObject(json, "device", b->device);
     return json;
 }
 
-cJSON *bench_json(const Bench *b, const Backend *be, double ceiling) {
+cJSON *bench_json(const Bench *b, double ceiling) {
     cJSON *rows = cJSON_CreateArray();
     for (int i = 0; i < b->n_rows; i++) {
-        cJSON_AddItemToArray(rows, bench_row_json(&b->rows[i], be, ceiling));
+        cJSON_AddItemToArray(rows, bench_row_json(b, &b->rows[i], ceiling));
     }
     return rows;
 }

@@ -27,13 +27,13 @@ void report_comparison(char *const *names, const PerplexityResult *results, int 
 
 /* The table of a benchmark, on stdout.
  *   ceiling  GB/s of a streaming read; NAN where it was not measured */
-void print_bench(const Bench *b, const Backend *be, double ceiling);
+void print_bench(const Bench *b, double ceiling);
 
 /* One object with every key, null where there is no figure; g or p is NULL where it does not apply.
  *   logprobs  taken over; NULL: none */
 cJSON *figures_json(const Measured *x, const GenerateResult *g, const PerplexityResult *p, cJSON *logprobs);
 
 /* An array of one object a row. */
-cJSON *bench_json(const Bench *b, const Backend *be, double ceiling);
+cJSON *bench_json(const Bench *b, double ceiling);
 
 #endif

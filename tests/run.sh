@@ -20,7 +20,11 @@ scripts=$(ls tests/test_*.sh)
 # shellcheck disable=SC2086  # a list of files
 set -- $scripts "$@"
 
-# A test's output and status go to files; what it came to is printed from them in order.
+# A test's output and status go to files, the status last: a test without one has failed. What it came to is printed from
+# them in order.
+for test in "$@"; do
+    : >"$logs/$(basename "$test")"
+done
 # shellcheck disable=SC2016  # the inner shell's variables
 printf '%s\n' "$@" | xargs -P "$(nproc)" -n 1 sh -c '
     log=$0/$(basename "$1")
@@ -28,10 +32,11 @@ printf '%s\n' "$@" | xargs -P "$(nproc)" -n 1 sh -c '
     "$1" >"$log" 2>&1
     echo $? >"$log.status"' "$logs"
 
+count() { grep -c "$1" "$log"; }
+
 passed=0 failed=0 skipped=0
 for test in "$@"; do
     log=$logs/$(basename "$test")
-    count() { grep -c "$1" "$log"; }
     case $test in
     *.sh) p=$(count '^ok ') f=$(count '^not ok ') s=$(count '^skip ') ;;
     *) p=$(count '^\[       OK \]') f=$(count '^\[  FAILED  \] [a-z_0-9]*$') s=$(count '^\[  SKIPPED \] [a-z_0-9]*$') ;;

@@ -8,6 +8,7 @@
 
 #include <string.h>
 #include <sys/wait.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "../chat/conversation.h"
@@ -377,6 +378,22 @@ static void test_a_saved_conversation_comes_back(void **state) {
     assert_string_equal(loaded.turns[1].answer, "");
     assert_ids(&loaded.ids, c.ids.ids, c.ids.n);
     assert_true(loaded.cached < loaded.ids.n);
+    // Saved again, the file keeps its mode; a link stays a link, and what it points to gets the text.
+    struct stat st;
+    char linked[300];
+    snprintf(linked, sizeof linked, "%s.link", path);
+    unlink(linked);
+    assert_int_equal(chmod(path, 0600), 0);
+    assert_int_equal(symlink(strrchr(path, '/') + 1, linked), 0);
+    assert_int_equal(conversation_save(&c, path, &err), OK);
+    assert_int_equal(conversation_save(&loaded, linked, &err), OK);
+    assert_true(lstat(linked, &st) == 0 && S_ISLNK(st.st_mode));
+    assert_true(lstat(path, &st) == 0 && S_ISREG(st.st_mode) && (st.st_mode & 0777) == 0600);
+    assert_int_equal(conversation_load(&loaded, path, &err), OK);
+    assert_int_equal(loaded.n_turns, 2);
+    assert_int_equal(conversation_save(&c, "/dev/null", &err), OK);
+    assert_true(lstat("/dev/null", &st) == 0 && S_ISCHR(st.st_mode));
+    unlink(linked);
     unlink(path);
     assert_int_equal(conversation_save(&c, "/nowhere/file", &err), ERR_WRITE);
     assert_int_equal(conversation_load(&loaded, "/nowhere/file", &err), ERR_OPEN);
