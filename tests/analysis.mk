@@ -95,6 +95,6 @@ COVERAGE_BUILD = CUDA=0 BUILD=$(COVERAGE) BIN=$(COVERAGE) OPT=-O1 SANITIZE=--cov
 
 coverage:
 	@mkdir -p $(COVERAGE) && find $(COVERAGE) -name '*.gcda' -delete
-	$(MAKE) $(COVERAGE_BUILD) test
-	@find $(COVERAGE) -name '*.gcno' ! -path '*/tests/*' -exec gcov -t {} + 2>/dev/null | \
-		awk -v minimum=$(COVERAGE_MIN) -f tests/coverage.awk
+	@status=0; $(MAKE) $(COVERAGE_BUILD) test || status=1; \
+		find $(COVERAGE) -name '*.gcno' ! -path '*/tests/*' -exec gcov -t {} + | \
+		awk -v minimum=$(COVERAGE_MIN) -f tests/coverage.awk && exit $$status

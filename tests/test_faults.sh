@@ -22,7 +22,7 @@ unset SPDP_ISA
 root=$PWD
 cd "$s" || exit 1
 
-if ldd "$bin/run" | grep -q -e libasan -e libtsan || grep -qa '\.gcda$' "$bin/run"; then
+if ldd "$bin/run" | grep -q -e libasan -e libtsan || grep -qa '\.gcda' "$bin/run"; then
     echo 'skip faults: a sanitizer allocates and coverage writes files by itself'
     exit 0
 fi
