@@ -57,7 +57,7 @@ static const char usage[] =
     "  --score FILE        log-probability of continuations, each a JSON line\n"
     "                      {\"context\": \"..\", \"continuation\": \"..\"}\n"
     "speed\n"
-    "  --bench             table of times: 128 and 2048 random ids, 128 new tokens, DP 0, .3, .5 and dense;\n"
+    "  --bench             table of times: 128 and 2048 random ids, 128 new tokens, DP 0, .3, .5, dense;\n"
     "                      or what --prompt-tokens, -n and --dp ask for\n"
     "random weights\n"
     "  --synthetic SHAPE   tinyllama-1.1b, llama2-7b, llama2-13b, llama2-70b or\n"
@@ -72,7 +72,7 @@ static const char usage[] =
     "  -j N                threads of the CPU (default: all cores)\n"
     "report\n"
     "  --logprobs K        the K (1 .. 20) most probable tokens at every place, in --json or as a table\n"
-    "  --json FILE         figures as JSON, a line per prompt or model (- = stderr, and nothing else there)\n"
+    "  --json FILE         figures as JSON, a line per prompt or model (- = stderr, nothing else there)\n"
     "  --verify            check every checksum of MODEL first\n"
     "  -v, -q              more, nothing but errors\n"
     "  --version, -h\n";
