@@ -860,33 +860,35 @@ static int bench_loaded(Bench *b, Run *run, Error *err) {
                        checkpoint_sparsity(&run->ck), &plan, &progress, err);
 }
 
-/* The dense model in the place of the pruned one: of the same shape, or the file's with its zeros. What keeps it from
- * being measured, like its size, does not spoil what has been. */
-static void bench_dense(Bench *b, Run *run) {
-    Error reason;
+/* The dense model in the place of the pruned one: of the same shape, or the file's with its zeros; where there is memory
+ * for it. */
+static int bench_dense(Bench *b, Run *run, Error *err) {
     tear_down_model(run);
     run->dense = true;
     run->o.synthetic.sp = 0;
     run->o.synthetic.dp = 0;
     run->o.dp = (Ratios){NAN, NAN};
     run->o.dp_by_site = false;
-    if ((set_up(run, &reason) || bench_loaded(b, run, &reason)) && run->chatty) {
-        fprintf(stderr, "note      the dense form is not measured: %s\n", reason.text);
+    int rc = set_up(run, err);
+    rc = rc ? rc : bench_loaded(b, run, err);
+    if (rc == ERR_MEMORY && run->chatty) {
+        fprintf(stderr, "note      the dense form is not measured: %s\n", err->text);
     }
+    return rc == ERR_MEMORY ? OK : rc;
 }
 
+/* What has been measured is printed, whatever becomes of the dense form. */
 static int bench_all(Run *run, Error *err) {
     Bench b = {0};
     const double ceiling = run->be->read_ceiling(run->be);
-    const int rc = bench_loaded(&b, run, err);
+    int rc = bench_loaded(&b, run, err);
     if (rc) {
         return rc;
     }
-    if (b.rows[0].tiled) {
-        bench_dense(&b, run);
-    }
+    rc = b.rows[0].tiled ? bench_dense(&b, run, err) : OK;
     print_bench(&b, ceiling);
-    return run->json ? write_json_line(run, bench_json(&b, ceiling), err) : OK;
+    const int written = run->json ? write_json_line(run, bench_json(&b, ceiling), rc ? NULL : err) : OK;
+    return rc ? rc : written;
 }
 
 static int chat(Run *run, Error *err) {

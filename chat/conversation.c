@@ -200,17 +200,17 @@ static bool write_turns(const Conversation *c, FILE *f) {
     return ok;
 }
 
-/* fd is taken over; < 0: opening it failed, errno says why. */
-static bool write_file(const Conversation *c, int fd) {
+/* fd is taken over; < 0: opening it failed, errno says why. mode: the file's, 0 = leave it. */
+static bool write_file(const Conversation *c, int fd, mode_t mode) {
     FILE *f = fd >= 0 ? fdopen(fd, "w") : NULL;
-    const bool ok = f && write_turns(c, f);
+    const bool ok = f && (mode == 0 || fchmod(fd, mode) == 0) && write_turns(c, f);
     const int reason = errno;
     const bool closed = f ? fclose(f) == 0 : fd >= 0 && close(fd) == 0;
     errno = ok ? errno : reason;
     return ok && closed;
 }
 
-/* Whole or not at all: a new file takes the place of path, and its mode (0: there is none). */
+/* Whole or not at all: a new file takes the place of path. */
 static bool replace_file(const Conversation *c, const char *path, mode_t mode) {
     char *new_path;
     if (asprintf(&new_path, "%s.%ld.new", path, (long)getpid()) < 0) {
@@ -218,16 +218,11 @@ static bool replace_file(const Conversation *c, const char *path, mode_t mode) {
         return false;
     }
     const int fd = open(new_path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    bool ok = fd >= 0;
-    if (ok) {
-        ok = (mode == 0 || fchmod(fd, mode) == 0) && write_file(c, fd) && rename(new_path, path) == 0;
-        const int reason = errno;
-        if (!ok) {
-            unlink(new_path);
-        }
-        errno = reason;
-    }
+    const bool ok = write_file(c, fd, mode) && rename(new_path, path) == 0;
     const int reason = errno;
+    if (!ok && fd >= 0) {
+        unlink(new_path);
+    }
     free(new_path);
     errno = reason;
     return ok;
@@ -243,7 +238,7 @@ int conversation_save(const Conversation *c, const char *path, Error *err) {
         in_place = !ok && exists && (errno == EACCES || errno == EPERM || errno == EBUSY);
     }
     if (in_place) {
-        ok = write_file(c, open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+        ok = write_file(c, open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), 0);
     }
     return ok ? OK : error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
 }

@@ -1,5 +1,12 @@
-# What the test scripts share: they are sourced with $s, a scratch folder of their own.
+# What the test scripts share, sourced in the root of the repository: the programs on PATH and in $bin, $s, a scratch
+# folder of their own, and t to run a test.
 # shellcheck shell=sh
+bin=$(cd "${BIN:-.}" && pwd) s=${BUILD:-build}/$(basename "$0" .sh).$$
+mkdir -p "$s" && s=$(cd "$s" && pwd) || exit 1
+trap 'rm -rf "$s"' EXIT
+trap 'exit 1' HUP INT TERM
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C PATH="$bin:$PATH"
+unset SPDP_ISA
 failed=0
 
 # Run a test function in a subshell that ends at the first command that fails.

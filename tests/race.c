@@ -24,33 +24,22 @@ static void add(int i) {
 
 int main(int n_arguments, char **arguments) {
     (void)arguments;
+    const int ordered = n_arguments == 1;
     long n_filled = 0;
     for (int repeat = 0; repeat < 20; repeat++) {
-        if (n_arguments > 1) {
 #pragma omp parallel num_threads(N_THREADS) reduction(+ : n_filled)
-            {
+        {
 #pragma omp for schedule(dynamic) nowait
-                for (int r = 0; r < N_ROWS; r++) {
-                    fill(r);
-                    n_filled++;
-                }
-#pragma omp for schedule(static)
-                for (int i = 0; i < ROW; i++) {
-                    add(i);
-                }
+            for (int r = 0; r < N_ROWS; r++) {
+                fill(r);
+                n_filled++;
             }
-        } else {
-#pragma omp parallel num_threads(N_THREADS) reduction(+ : n_filled)
-            {
-#pragma omp for schedule(dynamic)
-                for (int r = 0; r < N_ROWS; r++) {
-                    fill(r);
-                    n_filled++;
-                }
+            if (ordered) {
+#pragma omp barrier
+            }
 #pragma omp for schedule(static)
-                for (int i = 0; i < ROW; i++) {
-                    add(i);
-                }
+            for (int i = 0; i < ROW; i++) {
+                add(i);
             }
         }
     }

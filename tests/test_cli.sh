@@ -7,15 +7,8 @@
 # shellcheck disable=SC2317,SC2086
 set -u
 cd "$(dirname "$0")/.." || exit 1
-bin=$(cd "${BIN:-.}" && pwd)
-mkdir -p "${BUILD:-build}/test_cli.$$" && s=$(cd "${BUILD:-build}/test_cli.$$" && pwd) || exit 1
-script=$PWD/tests/test_cli.sh stories=$PWD/../shared/data/stories260K
-trap 'rm -rf "$s"' EXIT
-trap 'exit 1' HUP INT TERM
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
-export PATH="$bin:$PATH"  # run and convert
-unset SPDP_ISA
 . tests/harness.sh
+script=$PWD/tests/test_cli.sh stories=$PWD/../shared/data/stories260K
 
 # ---- the harness ------------------------------------------------------------------------------------------
 

@@ -10,16 +10,8 @@
 # shellcheck disable=SC2317,SC2086,SC2046
 set -u
 cd "$(dirname "$0")/.." || exit 1
-bin=$(cd "${BIN:-.}" && pwd)
-mkdir -p "${BUILD:-build}/test_faults.$$" && s=$(cd "${BUILD:-build}/test_faults.$$" && pwd) || exit 1
-fault=$(cd "${BUILD:-build}" && pwd)/tests/fault/fault.so
-trap 'rm -rf "$s"' EXIT
-trap 'exit 1' HUP INT TERM
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
-export PATH="$bin:$PATH"  # run and convert
-unset SPDP_ISA
 . tests/harness.sh
-root=$PWD
+root=$PWD fault=$(dirname "$s")/tests/fault/fault.so
 cd "$s" || exit 1
 
 if ldd "$bin/run" | grep -q -e libasan -e libtsan || grep -qa '\.gcda' "$bin/run"; then

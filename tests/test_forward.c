@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "../export/pack.h"
+#include "../model/expanded.h"
 #include "../model/generate.h"
 #include "../model/perplexity.h"
 #include "../tokenizer/tokenizer.h"
@@ -698,6 +699,40 @@ static void test_pieces_of_any_size_give_the_same_logits(void **state) {
     free(pieces);
 }
 
+/* The dense form of a compressed file computes with the weights of the file: to the bit what a dense file gives. */
+static void test_the_expanded_form_has_the_bits_of_a_dense_file(void **state) {
+    (void)state;
+    enum { N = 12 };
+    const size_t bytes = (size_t)(N * awkward.vocab_size) * sizeof(float);
+    float *want = malloc(bytes), *got = malloc(bytes);
+    int ids[N];
+    Fixture dense, tiled;
+    Expanded e;
+    Model m;
+    Error err = {0};
+    random_ids(ids, N, awkward.vocab_size, 12);
+    open_small(&dense, STORE_DENSE, (Setting){.all_logits = true});
+    open_small(&tiled, STORE_TILED_CBC, (Setting){.all_logits = true});
+    assert_int_equal(expanded_open(&e, &tiled.ck, &err), OK);
+    for (size_t i = 0; i < e.ck.n_sections; i++) {
+        assert_int_not_equal(e.ck.sections[i].format, FORMAT_TILED_CBC);
+    }
+    const WeightSource weights = weights_of_expanded(&e, NULL);
+    assert_int_equal(model_load_from(&m, &e.ck, tiled.be, 0, true, &weights, &err), OK);
+    for (int step = 1; step <= N; step += N - 1) {
+        memset(got, 0xff, bytes);
+        all_logits(want, &dense.m, ids, N, step);
+        all_logits(got, &m, ids, N, step);
+        assert_memory_equal(got, want, bytes);
+    }
+    model_free(&m);
+    expanded_close(&e);
+    close_model(&tiled);
+    close_model(&dense);
+    free(want);
+    free(got);
+}
+
 /* ---- determinism ---- */
 
 /* Tokens drawn after a prompt longer than a chunk, and the bits of the logits that gave the last of them. */
@@ -1225,6 +1260,7 @@ int main(void) {
         cmocka_unit_test(test_row_12_the_slowest_pair_turns_as_theta_says),
         cmocka_unit_test(test_prefill_of_n_tokens_equals_n_decode_steps),
         cmocka_unit_test(test_pieces_of_any_size_give_the_same_logits),
+        cmocka_unit_test(test_the_expanded_form_has_the_bits_of_a_dense_file),
         cmocka_unit_test(test_a_seed_gives_the_same_tokens_whatever_the_threads),
         cmocka_unit_test(test_a_recorded_step_gives_the_bits_of_single_launches),
         cmocka_unit_test(test_thresholds_may_change_between_recorded_steps),

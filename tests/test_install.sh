@@ -7,12 +7,8 @@
 # shellcheck disable=SC2317,SC2086
 set -u
 cd "$(dirname "$0")/.." || exit 1
-bin=$(cd "${BIN:-.}" && pwd)
-mkdir -p "${BUILD:-build}/test_install.$$" && s=$(cd "${BUILD:-build}/test_install.$$" && pwd) || exit 1
-trap 'rm -rf "$s"' EXIT
-trap 'exit 1' HUP INT TERM
-export LC_ALL=C.UTF-8
 . tests/harness.sh
+export LC_ALL=C.UTF-8
 
 needs() { command -v "$1" || skip_test "$1 is not installed"; }
 
@@ -58,9 +54,9 @@ install_and_uninstall() {
     needs make
     # The programs are built, whatever with: -o all leaves them as they are.
     unset MAKEFLAGS MFLAGS MAKELEVEL
-    mkdir "$s/root"
-    make -s -o all install BIN="$bin" DESTDIR="$s/root" PREFIX=/prefix
-    (cd "$s/root/prefix" && find . ! -type d | sort) >"$s/installed"
+    mkdir "$s/staged"
+    make -s -o all install BIN="$bin" DESTDIR="$s/staged" PREFIX=/prefix
+    (cd "$s/staged/prefix" && find . ! -type d | sort) >"$s/installed"
     cat >"$s/expected" <<-end
 	./bin/spdp-convert
 	./bin/spdp-run
@@ -71,12 +67,12 @@ install_and_uninstall() {
 	end
     diff "$s/expected" "$s/installed"
     for program in run convert; do
-        "$s/root/prefix/bin/spdp-$program" --version | grep "^$program (spdp) ."
-        cmp "man/$program.1" "$s/root/prefix/share/man/man1/spdp-$program.1"
-        cmp completion/spdp.bash "$s/root/prefix/share/bash-completion/completions/spdp-$program"
+        "$s/staged/prefix/bin/spdp-$program" --version | grep "^$program (spdp) ."
+        cmp "man/$program.1" "$s/staged/prefix/share/man/man1/spdp-$program.1"
+        cmp completion/spdp.bash "$s/staged/prefix/share/bash-completion/completions/spdp-$program"
     done
-    make -s uninstall BIN="$bin" DESTDIR="$s/root" PREFIX=/prefix
-    [ -z "$(find "$s/root" ! -type d)" ]
+    make -s uninstall BIN="$bin" DESTDIR="$s/staged" PREFIX=/prefix
+    [ -z "$(find "$s/staged" ! -type d)" ]
 }
 t install_and_uninstall
 

@@ -3,13 +3,10 @@
 # "not ok NAME" or "skip NAME: reason".
 set -u
 cd "$(dirname "$0")/.." || exit 1
-s=${BUILD:-build}/test_quality.$$
-mkdir -p "$s" || exit 1
-trap 'rm -rf "$s"' EXIT
-export BIN="${BIN:-.}" WORK="$s" RESULTS="$s/demo" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" LC_ALL=C
+. tests/harness.sh
+export BIN="$bin" WORK="$s" RESULTS="$s/demo"
 export SCORE_TOKENS=600 WINDOW=128 CALIB_TOKENS=1024 GRID_SP='0 0.5' GRID_DP='0 0.5' TOTALS=0.75 COMBINED_SP=0.5 METHOD_DP=
 csv=$s/demo/demo-quality.csv
-. tests/harness.sh
 
 needs_gnuplot() { command -v gnuplot || skip_test 'no gnuplot'; }
 
