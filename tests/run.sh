@@ -34,7 +34,7 @@ printf '%s\n' "$@" | xargs -P "$(nproc)" -n 1 sh -c '
 
 count() { grep -c "$1" "$log"; }
 
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 broken=
 for test in "$@"; do
     log=$logs/$(basename "$test")
     case $test in
@@ -47,12 +47,17 @@ for test in "$@"; do
         f=1
     fi
     if [ "$f" -ne 0 ]; then
-        cat "$log"
+        broken="$broken $log"
     else
         grep -iE '^skip|skipped:' "$log"
     fi
     echo "$test: $p passed, $f failed, $s skipped"
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+done
+# What went wrong stands last, without what passed.
+for log in $broken; do
+    echo "== $(basename "$log")"
+    grep -vE '^ok |^\[ (RUN  |      OK)' "$log"
 done
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
