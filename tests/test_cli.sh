@@ -826,7 +826,7 @@ interrupted() {
             fi
         done <"$s/fifo"
         wait $! || got=$?
-        [ "$got" -eq 0 ] && [ -n "$sent" ] || break
+        if [ "$got" -ne 0 ] || [ -z "$sent" ]; then break; fi
         rm "$s/new.bin"
     done
     [ "$got" -eq "$want" ]
@@ -1071,7 +1071,7 @@ row_24_a_calibration_text_may_be_any_file_that_is_long_enough() {
     refuses 2 tokenizer convert demo "$s/new.bin" --no-tokenizer -q
     absent new.bin
     succeeds convert demo "$s/unread.bin" --method magnitude --dp 0 --calib "$s/none.txt" -q
-    for i in 1 2 3 4; do head -c 2000 README.md; done >"$s/long.txt"
+    for _ in 1 2 3 4; do head -c 2000 README.md; done >"$s/long.txt"
     succeeds convert demo "$s/own.bin" --calib "$s/long.txt" --calib-len 100 --dp 0 -b cpu
     grep -q '^warning .*long.txt' "$s/err"
     grep -q '^calib .*tokens of .*long.txt' "$s/err"
