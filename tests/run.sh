@@ -13,8 +13,8 @@ logs=$BUILD/test-logs
 rm -rf "$logs"
 mkdir -p "$logs"
 
-# SPDP_TEST_SHORT leaves the scripts out, which convert many models, and long tests: for builds with sanitizers. The
-# scripts are the longest, so they start first.
+# SPDP_TEST_SHORT leaves the scripts out, which convert many models, unless they are named, and long tests: for builds
+# with sanitizers. The scripts are the longest, so they start first.
 scripts=$(ls tests/test_*.sh)
 [ -z "${SPDP_TEST_SHORT:-}" ] || scripts=
 # shellcheck disable=SC2086  # a list of files
