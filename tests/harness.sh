@@ -27,6 +27,10 @@ t() {
     esac
 }
 
+# How the programs were built.
+sanitized() { ldd "$bin/run" | grep -q -e libasan -e libtsan; }
+counts_coverage() { grep -qa '\.gcda' "$bin/run"; }
+
 skip_test() {
     echo "$1" >"$s/reason"
     exit 77

@@ -57,9 +57,6 @@ greedy() {
 # Nothing was made under that name, nor beside it.
 absent() { [ -z "$(find "$s" -name "$1*")" ]; }
 
-sanitized() { ldd "$bin/run" | grep -q libasan; }
-counts_coverage() { grep -qa '\.gcda' "$bin/run"; }
-
 # ---- the inputs: made once --------------------------------------------------------------------------------
 
 once='Once upon a time'
@@ -810,26 +807,32 @@ t row_20_conversion_takes_the_memory_of_a_matrix
 
 # ---- convert: interruption --------------------------------------------------------------------------------
 
+# A child that is not yet done: neither gone nor waiting to be asked for its status.
+runs() { grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$1/status"; }
+
 # interrupted STATUS SIGNAL PATTERN WORDS: convert gets the signal when a line of its messages matches, and ends with
-# that status; its messages are in $s/err. One that had ended when the signal came is done again.
+# that status; its messages are in $s/err. Where it has ended before the signal can be sent, once more.
 interrupted() {
     want=$1 signal=$2 pattern=$3
     shift 3
     for _ in 1 2 3 4 5; do
-        got=0 sent=
+        got=0 when=before
         rm -f "$s/fifo" "$s/err"
         mkfifo "$s/fifo"
         env --default-signal=HUP,TERM convert "$@" 2>"$s/fifo" &  # whoever started the tests may ignore them
         while IFS= read -r line; do
             echo "$line" >>"$s/err"
-            if [ -z "$sent" ] && echo "$line" | grep -q "$pattern"; then
-                kill -"$signal" $!
-                sent=1
+            if [ $when = before ] && echo "$line" | grep -q "$pattern"; then
+                when=late
+                if runs $!; then
+                    kill -"$signal" $!
+                    when=sent
+                fi
             fi
         done <"$s/fifo"
         wait $! || got=$?
-        if [ "$got" -ne 0 ] || [ -z "$sent" ]; then break; fi
-        rm "$s/new.bin"
+        if [ $when != late ]; then break; fi
+        rm -f "$s/new.bin"
     done
     [ "$got" -eq "$want" ]
 }

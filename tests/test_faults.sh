@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.." || exit 1
 root=$PWD fault=$(dirname "$s")/tests/fault/fault.so
 cd "$s" || exit 1
 
-if ldd "$bin/run" | grep -q -e libasan -e libtsan || grep -qa '\.gcda' "$bin/run"; then
+if sanitized || counts_coverage; then
     echo 'skip faults: a sanitizer allocates and coverage writes files by itself'
     exit 0
 fi
