@@ -112,20 +112,28 @@ static volatile sig_atomic_t interrupted;  // a handler has no other place to pu
 
 static void interrupt(int number) { interrupted = number; }
 
-/* While an answer is generated, Ctrl-C ends the answer, unless it is ignored already. */
+/* From now on SIGINT is remembered, unless it is ignored already. Returns what it did before. */
+static struct sigaction catch_interrupt(int flags) {
+    const struct sigaction action = {.sa_handler = interrupt, .sa_flags = flags};
+    struct sigaction before;
+    sigaction(SIGINT, NULL, &before);
+    sigaction(SIGINT, before.sa_handler == SIG_IGN ? &before : &action, NULL);
+    return before;
+}
+
+/* While an answer is generated, Ctrl-C ends the answer; what comes too late for that is left for the reader. */
 static int generate_interruptibly(Chat *chat, Answer *a, Error *err) {
     const Conversation *c = &chat->conversation;
     GenerateParams params = chat->options->generate;
     params.pos = (int)c->cached;
     params.interrupt = &interrupted;
     params.sample.seed += chat->n_answers++;
-    interrupted = 0;
-    const struct sigaction action = {.sa_handler = interrupt, .sa_flags = SA_RESTART};
-    struct sigaction before;
-    sigaction(SIGINT, NULL, &before);
-    sigaction(SIGINT, before.sa_handler == SIG_IGN ? &before : &action, NULL);
+    const struct sigaction before = catch_interrupt(SA_RESTART);
     const int n = (int)(c->ids.n - c->cached);
     const int rc = generate(&chat->last, chat->m, c->ids.ids + c->cached, n, &params, &a->sink, err);
+    if (chat->last.stop == STOP_INTERRUPT) {
+        interrupted = 0;
+    }
     sigaction(SIGINT, &before, NULL);
     return rc;
 }
@@ -373,10 +381,17 @@ int chat_run(Model *m, const Tokenizer *tokenizer, const ChatOptions *options, E
         },
     };
     LineReader *reader = NULL;
+    struct sigaction before;
+    sigaction(SIGINT, NULL, &before);
+    interrupted = 0;
+    if (line_edits()) {  // the terminal is to be put in order before the program ends
+        catch_interrupt(0);  // no SA_RESTART: a command that waits for its file ends, too
+    }
     int rc = conversation_start(&chat.conversation, options->system, err);
-    rc = rc ? rc : line_open(&reader, err);
+    rc = rc ? rc : line_open(&reader, &interrupted, err);
     rc = rc ? rc : converse(&chat, reader, err);
     line_close(reader);
+    sigaction(SIGINT, &before, NULL);
     conversation_free(&chat.conversation);
     return rc;
 }

@@ -19,7 +19,8 @@ typedef struct {
 int chat_template_of(TemplateKind *kind, bool *found, const Checkpoint *ck, Error *err);
 
 /* Answer the messages of standard input until it ends. Standard output gets the answers, each followed by a
- * newline; prompts and notes go to stderr.
+ * newline; prompts and notes go to stderr. SIGINT ends an answer; outside of one it ends the input from a
+ * terminal and does elsewhere what it did before.
  * Returns 0, ERR_USAGE (system prompt and template do not go together), ERR_WRITE or what else ends a
  * conversation; what a message is to blame for is told to its author. */
 int chat_run(Model *m, const Tokenizer *tokenizer, const ChatOptions *options, Error *err);

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <histedit.h>
 #include <locale.h>
+#include <poll.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -12,19 +13,43 @@ struct LineReader {
     EditLine *editor;  // NULL: not on a terminal
     History *history;
     bool continues;    // is the line one of a message that has begun?
+    bool left;         // by Ctrl-C
+    const volatile sig_atomic_t *interrupt;
 };
+
+static bool interrupted(const LineReader *r) { return r->interrupt && *r->interrupt; }
+
+static LineReader *reader_of(EditLine *editor) {
+    LineReader *r = NULL;
+    el_get(editor, EL_CLIENTDATA, &r);
+    return r;
+}
 
 static char *prompt(EditLine *editor) {
     static char first[] = "> ", next[] = ". ";
-    LineReader *r = NULL;
-    el_get(editor, EL_CLIENTDATA, &r);
-    return r->continues ? next : first;
+    return reader_of(editor)->continues ? next : first;
 }
 
-static unsigned char leave(EditLine *editor, int key) {
-    (void)editor;
+static unsigned char leave(EditLine *editor, wint_t key) {
     (void)key;
+    reader_of(editor)->left = true;
     return CC_EOF;
+}
+
+/* The next key; -1, which ends the line, once there is an interrupt. */
+static int read_key(EditLine *editor, wchar_t *key) {
+    const LineReader *r = reader_of(editor);
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    // A signal ends poll, but for one that comes just before it or to another thread: look again every second.
+    while (!interrupted(r) && poll(&input, 1, 1000) <= 0) {
+    }
+    if (interrupted(r)) {
+        return -1;
+    }
+    el_set(editor, EL_GETCFN, EL_BUILTIN_GETCFN);
+    const int n = el_wgetc(editor, key);
+    el_set(editor, EL_GETCFN, read_key);
+    return n;
 }
 
 static bool open_editor(LineReader *r) {
@@ -42,22 +67,26 @@ static bool open_editor(LineReader *r) {
     history(r->history, &event, H_SETUNIQUE, 1);
     el_set(r->editor, EL_CLIENTDATA, r);
     el_set(r->editor, EL_PROMPT, prompt);
+    el_set(r->editor, EL_GETCFN, read_key);
     el_set(r->editor, EL_EDITOR, "emacs");
     el_set(r->editor, EL_HIST, history, r->history);
     el_source(r->editor, NULL);  // ~/.editrc
     // Ctrl-C comes as a key, so that the terminal is in order when the program ends.
     el_set(r->editor, EL_SETTY, "-d", "-isig", NULL);
-    el_set(r->editor, EL_ADDFN, "leave", "end the program", leave);
+    el_wset(r->editor, EL_ADDFN, L"leave", L"end the program", leave);  // el_set() makes copies that it loses
     el_set(r->editor, EL_BIND, "^C", "leave", NULL);
     return true;
 }
 
-int line_open(LineReader **reader, Error *err) {
+bool line_edits(void) { return isatty(STDIN_FILENO) && isatty(STDERR_FILENO); }
+
+int line_open(LineReader **reader, const volatile sig_atomic_t *interrupt, Error *err) {
     LineReader *r = calloc(1, sizeof *r);
-    if (!r || (isatty(STDIN_FILENO) && isatty(STDERR_FILENO) && !open_editor(r))) {
+    if (!r || (line_edits() && !open_editor(r))) {
         line_close(r);
         return error_set(err, ERR_MEMORY, "no memory for the line editor");
     }
+    r->interrupt = interrupt;
     *reader = r;
     return OK;
 }
@@ -179,14 +208,17 @@ static int complete(LineReader *r, char **message, Error *err) {
     return rc;
 }
 
+static bool is_over(const LineReader *r) { return r->left || interrupted(r); }
+
 int line_read(LineReader *r, char **message, Error *err) {
-    int rc = read_line(r, message, err);
+    *message = NULL;
+    int rc = is_over(r) ? OK : read_line(r, message, err);
     if (!rc && *message) {
         rc = complete(r, message, err);
-        if (rc) {
-            free(*message);
-            *message = NULL;
-        }
+    }
+    if (*message && (rc || is_over(r))) {
+        free(*message);
+        *message = NULL;
     }
     return rc;
 }

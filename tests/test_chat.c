@@ -639,7 +639,7 @@ static void assert_messages(const char *input, size_t n, const char *const *want
         LineReader *reader;
         Error err = {0};
         close(ends[1]);
-        bool same = dup2(ends[0], STDIN_FILENO) == STDIN_FILENO && line_open(&reader, &err) == OK;
+        bool same = dup2(ends[0], STDIN_FILENO) == STDIN_FILENO && line_open(&reader, NULL, &err) == OK;
         for (size_t i = 0; same; i++) {
             char *message = NULL;
             same = line_read(reader, &message, &err) == OK && !message == !want[i] &&
@@ -687,6 +687,18 @@ static void test_messages(void **state) {
     }
 }
 
+static void test_interrupted_input_has_ended(void **state) {
+    (void)state;
+    const volatile sig_atomic_t interrupt = SIGINT;
+    LineReader *reader;
+    char *message = NULL;
+    Error err = {0};
+    assert_int_equal(line_open(&reader, &interrupt, &err), OK);
+    assert_int_equal(line_read(reader, &message, &err), OK);
+    assert_null(message);
+    line_close(reader);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_llama2_ids_are_exact),
@@ -705,6 +717,7 @@ int main(void) {
         cmocka_unit_test(test_a_flag_ends_generation),
         cmocka_unit_test(test_a_flag_ends_prefill_between_two_layers),
         cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_interrupted_input_has_ended),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1578,36 +1578,132 @@ shows_on() {
     return 1
 }
 
-# cases.md row 44. Ctrl-C ends an answer and then, at the prompt, the program; the arrow key brings the last line back.
-row_44_chat_on_a_terminal() {
+# Wait until the chat on the terminal has ended.
+ends() {
+    for _ in $(seq 1500); do
+        kill -0 "$(cat "$s/pid")" 2>/dev/null || return 0
+        sleep 0.02
+    done
+    return 1
+}
+
+# A chat on a terminal where the function types, after which it ends with status 0 and leaves the terminal as it was.
+# The shell that starts it gets the Ctrl-C that ends an answer as well and may die of it after the chat, as dash does:
+# hence the trap, which is not the chat's. An empty one in its place is: the chat starts with SIGINT ignored.
+on_a_terminal() {
     command -v script >/dev/null || skip_test 'no script (bsdutils)'
     make_endless
+    rm -f "$s/typed"
     : >"$s/screen"
-    # shellcheck disable=SC2094  # the terminal is read while it is written
+    cat >"$s/session" <<EOF
+trap '${2-:}' INT
+stty -g >'$s/tty'
+sh -c 'echo \$\$ >"$s/pid" && exec run "$s/endless.bin" --chat -c 16384 -t 0 --ignore-eos --stats' || exit
+stty -g | cmp - '$s/tty'
+EOF
     {
-        shows '^> '
-        printf '%s\n' "$once"
-        shows 'moon'
-        printf '\003'
-        shows 'stop: interrupt'
-        printf '/save %s\n' "$s/said"
-        shows 'turns saved: 1'
-        printf '\033[A.again\n'
-        shows_again 'turns saved: 1'
-        [ -e "$s/said.again" ]
-        printf '/system a\\\n'
-        shows '^\. '
-        printf 'b\n/stats\n'
-        shows 'system prompt: a'
-        printf half
-        shows '> half'
-        printf '\003'
-        sleep 1
-    } | TERM=xterm status 0 timeout 120 script -qfec \
-        "run $s/endless.bin --chat -c 16384 -t 0 --ignore-eos --stats" "$s/screen"
+        "$1"
+        ends
+        : >"$s/typed"
+    } | SHELL=/bin/sh TERM=xterm status 0 timeout 120 script -qfec ". '$s/session'" "$s/screen"
+    [ -e "$s/typed" ]
+}
+
+# cases.md row 44. Ctrl-C ends an answer and then, at the prompt, the program; the arrow key brings the last line back.
+types_a_chat() {
+    shows '^> '
+    printf '%s\n' "$once"
+    shows 'moon'
+    printf '\003'
+    shows 'stop: interrupt'
+    printf '/save %s\n' "$s/said"
+    shows 'turns saved: 1'
+    printf '\033[A.again\n'
+    shows_again 'turns saved: 1'
+    [ -e "$s/said.again" ]
+    printf '/system a\\\n'
+    shows '^\. '
+    printf 'b\n/stats\n'
+    shows 'system prompt: a'
+    printf half
+    shows '> half'
+    printf '\003'
+}
+row_44_chat_on_a_terminal() {
+    on_a_terminal types_a_chat
     cmp "$s/said" "$s/said.again"
     grep -q 'shining in the sky' "$s/said"
 }
 t row_44_chat_on_a_terminal
+
+# As a signal, too, and inside a message, which is not answered.
+types_half() {
+    shows '^> '
+    printf half
+    shows '> half'
+}
+types_half_a_message() {
+    shows '^> '
+    printf '%s\\\n' "$once"
+    shows '^\. '
+}
+signals() { kill -INT "$(cat "$s/pid")"; }
+interrupts_a_line() {
+    types_half
+    signals
+}
+interrupts_a_message() {
+    types_half_a_message
+    signals
+}
+leaves_a_message() {
+    types_half_a_message
+    printf '\003'
+}
+row_44_an_interrupt_at_the_prompt_ends_the_chat() {
+    for types in interrupts_a_line interrupts_a_message leaves_a_message; do
+        on_a_terminal $types
+        lacks 'stop:' "$s/screen"
+    done
+}
+t row_44_an_interrupt_at_the_prompt_ends_the_chat
+
+# A command that waits: /load, for the end of what it reads.
+opens() {
+    for _ in $(seq 1500); do
+        if find "/proc/$(cat "$s/pid")/fd" -lname "$1" | grep -q .; then return 0; fi
+        sleep 0.02
+    done
+    return 1
+}
+interrupts_a_command() {
+    shows '^> '
+    printf '/load %s\n' "$s/slow"
+    exec 3<>"$s/slow"
+    opens "$s/slow"
+    printf '\003'
+}
+row_44_an_interrupt_between_prompts_ends_the_chat() {
+    mkfifo "$s/slow"
+    on_a_terminal interrupts_a_command
+}
+t row_44_an_interrupt_between_prompts_ends_the_chat
+
+signals_in_vain() {
+    types_half
+    signals
+    printf 'hearted\025/stats\n'
+    shows 'turns: 0'
+    printf '/quit\n'
+}
+row_44_an_ignored_interrupt_stays_ignored() { on_a_terminal signals_in_vain ''; }
+t row_44_an_ignored_interrupt_stays_ignored
+
+# Without a terminal there is nothing to put in order.
+row_44_an_interrupt_ends_a_chat_without_a_terminal_at_once() {
+    mkfifo "$s/silent"
+    status 130 timeout --preserve-status -s INT -k 60 1 run "$s/dense.bin" --chat <>"$s/silent"
+}
+t row_44_an_interrupt_ends_a_chat_without_a_terminal_at_once
 
 exit $failed

@@ -247,7 +247,7 @@ static void converse_typed(Session *s, const uint8_t *typed, size_t n) {
     Input in = {.rest = bytes, .end = bytes + n};
     Error err = {0};
     stdin = fmemopen(bytes, n, "r");
-    CHECK(stdin && line_open(&in.reader, &err) == OK);
+    CHECK(stdin && line_open(&in.reader, NULL, &err) == OK);
     converse(s, &in);
     line_close(in.reader);
     fclose(stdin);
