@@ -47,10 +47,11 @@ int cublas_open(Cublas **cublas, cudaStream_t stream, Error *err) {
     }
     const cublasStatus_t created = c.create(&c.handle);
     if (created != CUBLAS_STATUS_SUCCESS) {
-        const int code = created == CUBLAS_STATUS_ALLOC_FAILED ? ERR_MEMORY : ERR_OPEN;
-        error_set(err, code, "cuBLAS does not start: %s", c.status_string(created));
+        const int rc = created == CUBLAS_STATUS_ALLOC_FAILED
+                           ? error_set(err, ERR_MEMORY, "no memory for cuBLAS to start in")
+                           : error_set(err, ERR_OPEN, "cuBLAS does not start: %s", c.status_string(created));
         dlclose(c.library);
-        return code;
+        return rc;
     }
     Cublas *opened = new (std::nothrow) Cublas(c);
     if (!opened) {

@@ -481,6 +481,10 @@ static int choose_device(int device, cudaDeviceProp *properties, Error *err) {
         return error_set(err, ERR_MEMORY, "CUDA: no memory on %s for a program to start there: %s", properties->name,
                          cudaGetErrorString(probe));
     }
+    if (probe == cudaErrorDevicesUnavailable) {  // what the driver says when next to nothing of the memory is free, too
+        return error_set(err, ERR_OPEN, "CUDA: %s is taken, or all of its memory is: %s", properties->name,
+                         cudaGetErrorString(probe));
+    }
     if (probe != cudaSuccess) {
         return error_set(err, ERR_OPEN, "CUDA: %s (compute capability %d.%d) does not run this build's code: %s",
                          properties->name, properties->major, properties->minor, cudaGetErrorString(probe));

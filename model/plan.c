@@ -38,13 +38,13 @@ int plan_check(const MemoryPlan *p, Error *err) {
     const int longest = plan_longest(p);
     if (longest == 0) {
         const bool weights = p->weights > p->free;
-        return error_set(err, ERR_MEMORY, "the %s alone need %s, %s are free",
+        return error_set(err, ERR_MEMORY, "the %s alone need %s of memory, %s are free",
                          weights ? "weights" : "weights and work space",
                          size_text((double)(weights ? p->weights : p->weights + p->fixed)).text,
                          size_text((double)p->free).text);
     }
     return error_set(err, ERR_MEMORY,
-                     "a context of %d needs %s (weights %s, KV %s, scratch %s), %s are free: -c %d would fit",
+                     "a context of %d needs %s of memory (weights %s, KV %s, scratch %s), %s are free: -c %d would fit",
                      p->context, size_text((double)plan_total(p)).text, size_text((double)p->weights).text,
                      size_text((double)plan_kv(p)).text, size_text((double)plan_scratch(p)).text,
                      size_text((double)p->free).text, longest);

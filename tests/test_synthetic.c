@@ -413,12 +413,12 @@ static void an_impossible_plan_says_what_would_fit(void **state) {
     assert_int_equal(plan_check(&p, &err), ERR_MEMORY);
     char fits[40];
     snprintf(fits, sizeof fits, "-c %d would fit", plan_longest(&p));
-    assert_non_null(strstr(err.text, "a context of 200000 needs 206.1 MB (weights 1.00 MB, KV 200.0 MB, "
+    assert_non_null(strstr(err.text, "a context of 200000 needs 206.1 MB of memory (weights 1.00 MB, KV 200.0 MB, "
                                      "scratch 5.06 MB), 10.0 MB are free"));
     assert_non_null(strstr(err.text, fits));
     p.free = 900000;
     assert_int_equal(plan_check(&p, &err), ERR_MEMORY);
-    assert_string_equal(err.text, "the weights alone need 1.00 MB, 900.0 kB are free");
+    assert_string_equal(err.text, "the weights alone need 1.00 MB of memory, 900.0 kB are free");
     p.free = 1001000;
     assert_int_equal(plan_check(&p, &err), ERR_MEMORY);
     assert_non_null(strstr(err.text, "the weights and work space alone need"));

@@ -1,8 +1,9 @@
 /* memory_test.cu: what the programs do when the GPU's memory is nearly all taken. This one takes it, but for so
  * many MiB, and runs ./run and ./convert beside itself, with more and more room from one time to the next, until
  * they have enough. Each time they end with status 0, or with 1 and one line that says that memory is short; a
- * conversion that failed leaves no file. Prints the lines that came, how often, and at the end what failed. To be
- * run where ./run is. SPDP_TEST_SHORT: not at all, for under compute-sanitizer it is about something else. */
+ * conversion that failed leaves no file, or says that --resume goes on from what it left. Prints the lines that
+ * came, how often, and at the end what failed. To be run where ./run is. SPDP_TEST_SHORT: not at all, for under
+ * compute-sanitizer it is about something else. */
 #include <cuda_runtime.h>
 #include <fcntl.h>
 #include <string.h>
@@ -124,12 +125,13 @@ static void walk(const char *name, const std::vector<const char *> &command, siz
         const Taken taken(room);
         const Outcome o = run(command);
         const std::string partial = std::string(output ? output : "") + ".partial";
-        const bool left = output && o.status != 0 && (exists(output) || exists(partial.c_str()));
+        const bool resumable = o.said.find("--resume") != std::string::npos;
+        const bool left = output && o.status != 0 && (exists(output) || exists(partial.c_str()) != resumable);
         well = o.status == 0 ? well + 1 : 0;
         failures += o.status != 0;
         if (!is_clean(o) || left) {
             printf("FAIL %s with %zu MiB: status %d%s: %s\n", name, room, o.status,
-                   left ? ", a file is left" : "", o.said.c_str());
+                   left ? ", the wrong file is left" : "", o.said.c_str());
             bad++;
         } else if (o.status != 0) {
             kinds[kind_of(o.said)]++;
