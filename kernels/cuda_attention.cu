@@ -73,7 +73,8 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
  * length, in whole batches, and blocks left without work return at once.
  * Lanes: PAD / 8 of them hold one key, 16 bytes a lane, so a warp takes 256 / PAD neighbouring keys per
  * load. A batch is DECODE_UNROLL such loads of keys and as many of values by every warp, all in flight
- * together. Each group of lanes carries a state of its own over its keys: no barrier until the end.
+ * together, the first batch before the kernel waits for the product that makes q, k and v. Each group of lanes carries a
+ * state of its own over its keys: no barrier until the end.
  * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
  * splits through the workspace by the block of a set that arrives last, which also puts the set's counter
  * back to 0. Each of these sums has a fixed order: the result does not depend on who is last.
@@ -90,7 +91,7 @@ struct DecodeShape {
     static constexpr int LANES = PAD / CHUNK;  // that hold one key
     static constexpr int KEYS = 32 / LANES;    // of one load by a warp
     static constexpr int BATCH = DECODE_WARPS * KEYS * DECODE_UNROLL;
-    static constexpr int BLOCKS_PER_SM = HEADS == 1 ? 3 : 1;  // what registers allow
+    static constexpr int BLOCKS_PER_SM = HEADS == 1 ? 2 : 1;  // what registers allow
     static constexpr int QUADS = HEADS * PAD / 4;             // float4 of all out vectors
     static_assert(LANES >= 1 && 32 % LANES == 0, "a key lies within a warp");
     static_assert(MAX_SPLITS >= DECODE_WARPS, "weights of warps and of splits share an array");
@@ -252,8 +253,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     __shared__ float weight[HEADS][MAX_SPLITS];
     __shared__ bool is_last;
 
-    wait_for_previous();
-    let_next_start();
+    // What follows up to wait_for_previous() was written before the kernel before this one.
     const int kv_len = *a.pos + 1, n_splits = (int)gridDim.x, split = (int)blockIdx.x;
     const int split_batches = (kv_len - 1) / (n_splits * Shape::BATCH) + 1;
     const int split_keys = split_batches * Shape::BATCH;
@@ -271,20 +271,42 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     fp16 *k_rows = a.k_cache + cache_start(a, kv_head) + dim, *v_rows = a.v_cache + cache_start(a, kv_head) + dim;
     const int first_key = split * split_keys + warp * Shape::KEYS + lane / Shape::LANES;
     const int end = min((split + 1) * split_keys, kv_len);
+    const int new_key = a.qkv ? kv_len - 1 : -1;  // is not in the cache yet
+
+    uint4 k[DECODE_UNROLL], v[DECODE_UNROLL];
+    bool present[DECODE_UNROLL];
+    const auto load_batch = [&](int key) {
+#pragma unroll
+        for (int u = 0; u < DECODE_UNROLL; u++) {
+            const int row = key + u * DECODE_WARPS * Shape::KEYS;
+            const size_t at = (size_t)row * (size_t)a.head_dim;
+            present[u] = row < end;
+            k[u] = load_chunk(k_rows + at, width, present[u] && row != new_key, aligned);
+            v[u] = load_chunk(v_rows + at, width, present[u] && row != new_key, aligned);
+        }
+    };
+    float angle[CHUNK];
+    if (a.qkv) {
+        load_floats(angle, a.rope + (size_t)new_key * (size_t)a.head_dim + dim, width, aligned);
+        load_batch(first_key);
+    }
+    wait_for_previous();
+    let_next_start();
 
     float query[HEADS][CHUNK], out[HEADS][CHUNK] = {};
-    SoftmaxState state[HEADS];
+    uint4 new_k = make_uint4(0, 0, 0, 0), new_v = new_k;
     if (a.qkv) {
-        // The lanes that will load the last position make its key and value.
         const float *row = a.qkv + dim;
-        float angle[CHUNK], x[CHUNK];
-        load_floats(angle, a.rope + (size_t)(kv_len - 1) * (size_t)a.head_dim + dim, width, aligned);
-        if (first_key < kv_len && split == n_active - 1 && (kv_len - 1 - first_key) % (DECODE_WARPS * Shape::KEYS) == 0) {
-            const size_t at = (size_t)(kv_len - 1) * (size_t)a.head_dim;
+        float x[CHUNK];
+        // The lanes whose key the new one is make it and its value.
+        if (split == n_active - 1 && new_key >= first_key && (new_key - first_key) % (DECODE_WARPS * Shape::KEYS) == 0) {
+            const size_t at = (size_t)new_key * (size_t)a.head_dim;
             load_floats(x, row + (size_t)(a.n_heads + kv_head) * (size_t)a.head_dim, width, aligned);
-            store_chunk(k_rows + at, rotate_chunk(x, angle), width, aligned);
+            new_k = rotate_chunk(x, angle);
             load_floats(x, row + (size_t)(a.n_heads + a.n_heads / a.group + kv_head) * (size_t)a.head_dim, width, aligned);
-            store_chunk(v_rows + at, round_chunk(x), width, aligned);
+            new_v = round_chunk(x);
+            store_chunk(k_rows + at, new_k, width, aligned);
+            store_chunk(v_rows + at, new_v, width, aligned);
         }
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
@@ -293,12 +315,14 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
             chunk_to_float(query[h], rotate_chunk(x, angle));
         }
     } else {
+        load_batch(first_key);
         const fp16 *q = a.q + head_start(a, 0, kv_head * a.group + first_head) + dim;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             chunk_to_float(query[h], load_chunk(q + h * a.head_dim, width, h < n_heads, aligned));
         }
     }
+    SoftmaxState state[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
 #pragma unroll
@@ -309,15 +333,15 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     }
 
     for (int key = first_key; key - first_key + split * split_keys < end; key += Shape::BATCH) {
-        uint4 k[DECODE_UNROLL], v[DECODE_UNROLL];
-        bool present[DECODE_UNROLL];
+        if (key != first_key) {
+            load_batch(key);
+        }
 #pragma unroll
         for (int u = 0; u < DECODE_UNROLL; u++) {
-            const int row = key + u * DECODE_WARPS * Shape::KEYS;
-            const size_t at = (size_t)row * (size_t)a.head_dim;
-            present[u] = row < end;
-            k[u] = load_chunk(k_rows + at, width, present[u], aligned);
-            v[u] = load_chunk(v_rows + at, width, present[u], aligned);
+            if (key + u * DECODE_WARPS * Shape::KEYS == new_key) {
+                k[u] = new_k;
+                v[u] = new_v;
+            }
         }
 
         float score[HEADS][DECODE_UNROLL];

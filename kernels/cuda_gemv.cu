@@ -4,8 +4,8 @@
  *   x    (cols) fp16, 16-byte aligned                            between cols and stride
  *
  * A warp takes a pair of neighbouring rows, which is what SwiGLU needs and lets both use one load of x. Lanes read
- * 16 bytes each, UNROLL of them from each row before the first is used, so that enough bytes are in flight. Sums in
- * fp32, in a fixed order.
+ * 16 bytes each, UNROLL of them from each row before the first is used, so that enough bytes are in flight, and the
+ * first ones before x is there. Sums in fp32, in a fixed order.
  *
  * Bytes: rows * stride * 2; x stays in L1. Reference: kernels/cpu.c (dense_product). Test: tests/test_kernels.c. */
 #include "cuda_ops.cuh"
@@ -57,19 +57,26 @@ __global__ void __launch_bounds__(32 * WARPS)
     if (row >= rows) {
         return;
     }
-    wait_for_previous();
-    let_next_start();
     const fp16 *first = w + row * stride, *second = row + 1 < rows ? first + stride : first;
-    float sum[2] = {0, 0};
-    bool finite = true;
-    for (int k = lane * VECTOR; k < cols; k += UNROLL * STEP) {
-        uint4 a[UNROLL], b[UNROLL];
+    uint4 a[UNROLL], b[UNROLL];
+    const auto load = [&](int k) {
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
             if (k + i * STEP < cols) {
                 a[i] = __ldcs(reinterpret_cast<const uint4 *>(first + k + i * STEP));
                 b[i] = __ldcs(reinterpret_cast<const uint4 *>(second + k + i * STEP));
             }
+        }
+    };
+    const int begin = lane * VECTOR;
+    load(begin);  // nobody writes weights
+    wait_for_previous();
+    let_next_start();
+    float sum[2] = {0, 0};
+    bool finite = true;
+    for (int k = begin; k < cols; k += UNROLL * STEP) {
+        if (k != begin) {
+            load(k);
         }
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {

@@ -135,10 +135,11 @@ void random_values_cuda(const CudaLaunch *c, const TiledCbc *w, fp16 *values, co
 
 #ifdef __CUDACC__
 
-/* Launch a kernel that may start while the one before it still runs (programmatic dependent launch, sm_90): it must
- * call wait_for_previous() before it reads or writes anything that the previous kernels touch, and must not declare what
- * they write __restrict__, or the compiler may read it earlier. On older devices an ordinary launch, where the two
- * functions do nothing. */
+/* Launch a kernel that may start while the one before it still runs (programmatic dependent launch, sm_90). It must
+ * call wait_for_previous() before it reads or writes anything that the kernel before it touches, and let_next_start() only
+ * after that: what the kernels before that one wrote is then there from the start. It must not declare what they
+ * write __restrict__, or the compiler may read it earlier. On older devices an ordinary launch, where the two functions
+ * do nothing. */
 template <typename... Parameters, typename... Arguments>
 void launch_overlapped(const CudaLaunch *c, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
                        size_t shared_bytes, Arguments... arguments) {
