@@ -45,7 +45,8 @@ constexpr int HALVES = 2;          // of a tile: 128 rows, 4 for each lane
 constexpr int INDEX_STRIDE = 8 * GROUPS + 16;  // bytes of one column's index: 16 more keep the banks apart
 constexpr int RING_SLACK = 16;     // a decode may read past the last value of the last slot
 constexpr int MAX_SLICE = 4096;    // columns
-constexpr int STATIC_SHARED = 1024; // bytes that the kernel's own variables and the driver take, generously
+constexpr int STATIC_SHARED = 1024; // bytes of the kernel's own variables, generously
+constexpr int RESERVED_SHARED = 1024; // bytes that CUDA takes for every block on an SM
 constexpr int MIN_BLOCKS = 4;      // that shall fit on an SM: bounds the registers
 
 static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane decodes 4 bits of a bitmap word in each half of the tile");
@@ -53,25 +54,23 @@ static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, 
 static_assert(TILE_M * sizeof(half) == 4 * 128, "a column is at most four copies of 8 lanes x 16 bytes");
 static_assert(THREADS == TILE_M, "the final sums take one row a thread");
 
-/* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits. */
-struct Selector {
-    unsigned spread;  // low half: permute of (p, 0) for rows 0, 1; high half: of (q, 0) for rows 2, 3
-    unsigned next;    // permute of (p, r) that gives q, the window's two values after those of rows 0, 1
-};
+/* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits: in its low
+ * half the byte permute of (p, 0) for rows 1 and 0, in its high half that of (q, 0) for rows 3 and 2, where q is the
+ * window behind the values of rows 0 and 1. Permutes pick from 8 bytes: 0 .. 3 of the first word, 4 .. 7 of the second,
+ * which is zero here. Which of its bytes stand for zero is chosen such that entry & SHIFT_MASK, at most 32, is how many bits
+ * lie between p and q: a table of half the size costs half the wavefronts. */
+constexpr unsigned SHIFT_MASK = 0x30;
 
-__device__ Selector make_selector(unsigned bits) {
-    // Byte permutes pick from 8 bytes: 0 .. 3 of the first word, 4 .. 7 of the second, which is zero here.
+__device__ unsigned make_selector(unsigned bits) {
     const auto spread_pair = [](unsigned two) {
-        const unsigned low = two & 1 ? 0x10u : 0x44u;
-        const unsigned high = two & 2 ? (two & 1 ? 0x32u : 0x10u) : 0x44u;
-        return low | high << 8;
+        const unsigned first = two & 1 ? 0x10u : 0x44u;
+        const unsigned second = two & 2 ? (two & 1 ? 0x32u : 0x10u) : (two & 1 ? 0x55u : 0x44u);
+        return second | first << 8;
     };
-    const unsigned first = __popc(bits & 3);
-    const unsigned window = first == 0 ? 0x3210u : first == 1 ? 0x5432u : 0x7654u;
-    return {spread_pair(bits & 3) | spread_pair(bits >> 2) << 16, window};
+    return spread_pair(bits & 3) | spread_pair(bits >> 2) << 16;
 }
 
-/* Shared memory, in this order; see shared_bytes(). */
+/* Shared memory, in this order. */
 struct Layout {
     int index, ring, list, input;  // byte offsets; index and ring are a warp's, WARPS times
     int ring_bytes;                // of one warp
@@ -90,7 +89,7 @@ __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) 
 }
 
 /* List the active columns of x[0 .. n_cols-1] in order. Returns how many; *finite: is every x of this thread? */
-__device__ int compact(uint16_t *list, half *input, const fp16 *x, int n_cols, float threshold, bool *finite) {
+__device__ int compact(uint16_t *list, fp16 *input, const fp16 *x, int n_cols, float threshold, bool *finite) {
     __shared__ int counts[WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rounds = (n_cols + THREADS - 1) / THREADS, begin = warp * rounds * 32;  // a warp's own range
@@ -120,7 +119,7 @@ __device__ int compact(uint16_t *list, half *input, const fp16 *x, int n_cols, f
         if (active) {
             const int slot = at + __popc(ballot & ((1u << lane) - 1));
             list[slot] = (uint16_t)(begin + i * 32 + lane);
-            input[slot] = v;
+            input[slot] = __half_as_ushort(v);
         }
         at += __popc(ballot);
     }
@@ -162,8 +161,8 @@ struct ColumnIndex {
     unsigned nnz;
 };
 
-/* Read the index of column `column` of the matrix, leave (word, shared address of its first value) of each group of rows
- * in `index`; the values will stand at shared address `slot`. */
+/* Read the index of column `column` of the matrix, leave (word, shared address of its first value | x << 16) of each group
+ * of rows in `index`; slot is the same for the column's first value. */
 __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_t column, unsigned slot) {
     const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + column * BITMAP_WORDS);
     const unsigned info = __ldg(w.col_info + column);
@@ -181,20 +180,21 @@ __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_
     return {first, (int)(nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN, nnz};
 }
 
-/* The lane's four rows in each half of a column: sum += x * the rows' values.
- *   group      for each half: bitmap word, shared address of its first value
+/* The lane's four rows in each half of a column: sum += x * the rows' values, rows of a pair swapped.
+ *   group      for each half: bitmap word, shared address of its first value | x << 16
  *   bit_shift  where the rows' four bits begin in the word; `below` masks the bits before them
  *   selectors  shared address of the table, 128-byte aligned
  * All loads come before their uses, so that those of both halves are in flight together. */
 __device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HALVES], unsigned below,
-                                                unsigned bit_shift, unsigned selectors, half2 x) {
-    unsigned shift[HALVES], w[HALVES][3];
-    uint2 s[HALVES];
+                                                unsigned bit_shift, unsigned selectors) {
+    unsigned shift[HALVES], w[HALVES][3], s[HALVES];
+    const unsigned x_twice = permute(group[0].y, 0, 0x3232);
+    const half2 x = *reinterpret_cast<const half2 *>(&x_twice);
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
-        // 8 bytes an entry: turn the four bits to bit 3 and add the table's address in one operation
-        s[h] = load_shared_2((__funnelshift_r(group[h].x, group[h].x, bit_shift - 3) & 0x78) | selectors);
-        const unsigned address = group[h].y + 2 * __popc(group[h].x & below), word = address & ~3u;
+        // 4 bytes an entry: turn the four bits to bit 2 and add the table's address in one operation
+        s[h] = load_shared((__funnelshift_r(group[h].x, group[h].x, bit_shift - 2) & 0x3c) | selectors);
+        const unsigned address = group[h].y + 2 * __popc(group[h].x & below), word = address & 0xfffc;
 #pragma unroll
         for (int i = 0; i < 3; i++) {
             w[h][i] = load_shared(word + 4 * i);
@@ -205,9 +205,10 @@ __device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HA
     for (int h = 0; h < HALVES; h++) {
         const unsigned p = __funnelshift_r(w[h][0], w[h][1], shift[h]);
         const unsigned r = __funnelshift_r(w[h][1], w[h][2], shift[h]);
-        const unsigned v01 = permute(p, 0, s[h].x), v23 = permute(permute(p, r, s[h].y), 0, s[h].x >> 16);
-        sum[2 * h] = __hfma2(*reinterpret_cast<const half2 *>(&v01), x, sum[2 * h]);
-        sum[2 * h + 1] = __hfma2(*reinterpret_cast<const half2 *>(&v23), x, sum[2 * h + 1]);
+        const unsigned q = __funnelshift_rc(p, r, s[h] & SHIFT_MASK);
+        const unsigned v10 = permute(p, 0, s[h]), v32 = permute(q, 0, s[h] >> 16);
+        sum[2 * h] = __hfma2(*reinterpret_cast<const half2 *>(&v10), x, sum[2 * h]);
+        sum[2 * h + 1] = __hfma2(*reinterpret_cast<const half2 *>(&v32), x, sum[2 * h + 1]);
     }
 }
 
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ __align__(128) Selector selectors[16];
+    __shared__ __align__(128) unsigned selectors[16];
     __shared__ unsigned warp_nnz[WARPS];
     __shared__ bool last;
     const Layout layout = shared_layout(slice_cols, slot_bytes);
@@ -226,14 +227,13 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
     const size_t row_start = (size_t)tile_row * ((w.cols + TILE_K - 1) / TILE_K * TILE_K) + first_col;
     uint16_t *list = reinterpret_cast<uint16_t *>(shared + layout.list);
-    half *input = reinterpret_cast<half *>(shared + layout.input);
+    fp16 *input = reinterpret_cast<fp16 *>(shared + layout.input);
     if (threadIdx.x < 16) {
         selectors[threadIdx.x] = make_selector(threadIdx.x);
     }
 
     const float limit = threshold ? *threshold : 0.0f;  // no kernel writes it
     wait_for_previous();  // x, the workspace and the counters are the previous kernels'
-    let_next_start();
 
     // compact (its barriers also publish the selectors)
     bool finite = true;
@@ -257,11 +257,12 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const unsigned ring = shared_address(shared + layout.ring + warp * layout.ring_bytes);
     const unsigned bit_shift = 4 * (lane % 8), below = (1u << bit_shift) - 1;
     const unsigned table = shared_address(selectors), index_base = shared_address(index);
-    const unsigned lane_index = index_base + lane / 8 * 8, input_index = index_base + 8 * GROUPS;
+    const unsigned lane_index = index_base + lane / 8 * 8;
     // copies: 8 lanes a column
     const int copy_column = lane / 8, copy_lane = lane % 8;
     const unsigned copy_to = ring + copy_column * slot_bytes + 16 * copy_lane;
     const unsigned char *copy_from = reinterpret_cast<const unsigned char *>(w.values) + 16 * copy_lane;
+    asm volatile("" : "+l"(copy_from));  // one sum: the compiler would add its parts anew for every copy
     float sum[ROWS_PER_LANE] = {0};
     unsigned nnz = 0;
 
@@ -271,11 +272,9 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int m = min(CHUNK, end - chunk);
         // index: lanes without a column leave one without bits, and copy nothing
         ColumnIndex column = {0, 0, 0};
-        half2 column_input = __half2half2(__ushort_as_half(0));
         if (lane < m) {
             column = read_index(index + lane * INDEX_STRIDE, w, row_start + list[chunk + lane],
-                                ring + lane % RING_COLUMNS * slot_bytes);
-            column_input = __half2half2(input[chunk + lane]);
+                                (ring + lane % RING_COLUMNS * slot_bytes) | input[chunk + lane] << 16);
             nnz += column.nnz;
         } else {
             uint4 *empty = reinterpret_cast<uint4 *>(index + lane * INDEX_STRIDE);
@@ -284,7 +283,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 empty[g] = make_uint4(0, ring, 0, ring);
             }
         }
-        *reinterpret_cast<half2 *>(index + lane * INDEX_STRIDE + 8 * GROUPS) = column_input;
         __syncwarp();
 
         const auto copy_stage = [&](int stage) {
@@ -318,27 +316,24 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncwarp();  // every lane's copies of this stage have come
                 const unsigned at = stage * (STAGE_COLUMNS * INDEX_STRIDE);
                 uint2 group[STAGE_COLUMNS][HALVES];
-                unsigned x_bits[STAGE_COLUMNS];
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
 #pragma unroll
                     for (int h = 0; h < HALVES; h++) {
                         group[c][h] = load_shared_2(lane_index + at + c * INDEX_STRIDE + h * 8 * GROUPS / HALVES);
                     }
-                    x_bits[c] = load_shared(input_index + at + c * INDEX_STRIDE);
                 }
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
-                    multiply_column(pairs, group[c], below, bit_shift, table,
-                                    *reinterpret_cast<const half2 *>(&x_bits[c]));
+                    multiply_column(pairs, group[c], below, bit_shift, table);
                 }
                 __syncwarp();  // before the next copy overwrites what other lanes may still read
             }
 #pragma unroll
             for (int i = 0; i < ROWS_PER_LANE / 2; i++) {
                 const float2 f = __half22float2(pairs[i]);
-                sum[2 * i] += f.x;
-                sum[2 * i + 1] += f.y;
+                sum[2 * i + 1] += f.x;
+                sum[2 * i] += f.y;
             }
         }
         copy_async_wait<0>();
@@ -347,6 +342,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // sums of the warps, through the memory of the index and the rings
     __syncthreads();
+    let_next_start();
     float *warp_sums = reinterpret_cast<float *>(shared);
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -409,12 +405,13 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 /* Columns of a slice. The fullest SM decides: it computes its blocks MIN_BLOCKS at a time, and fewer blocks at once, which
- * cannot hide each other's waiting, take longer than their share. Every block costs some columns before it multiplies, every
- * slice some in the final sum. The constants fit measured times: their choice is within 4 % of the best width measured
- * (tests/bench/NOTES.md). */
+ * cannot hide each other's waiting, take longer than their share. Every block costs some columns before it multiplies,
+ * every chunk of a warp some for its index, every slice some in the final sum. The constants fit measured times with half
+ * of the columns active (tests/bench/NOTES.md). */
 int choose_slice(const CudaLaunch *c, const Matrix *w) {
-    constexpr double TIME_OF[MIN_BLOCKS] = {0, 2.05, 2.35, 3.5};  // blocks at once, where MIN_BLOCKS take MIN_BLOCKS
-    constexpr double BLOCK_COLUMNS = 300, SLICE_COLUMNS = 32;
+    constexpr double TIME_OF[MIN_BLOCKS] = {0, 2.0, 2.3, 3.15};  // blocks at once, where MIN_BLOCKS take MIN_BLOCKS
+    constexpr double BLOCK_COLUMNS = 200, CHUNK_COLUMNS = 140, SLICE_COLUMNS = 34;
+    constexpr double ACTIVE = 0.52;  // half, and some more by chance
     constexpr size_t STEP = 32;
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows), most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
     size_t best = 0;
@@ -423,7 +420,8 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
         const size_t slice = round_up(ceil_div(w->cols, slices), STEP);
         const size_t per_sm = ceil_div(tile_rows * slices, (size_t)c->n_sms);
         const double time = (double)(per_sm / MIN_BLOCKS * MIN_BLOCKS) + TIME_OF[per_sm % MIN_BLOCKS];
-        const double cost = ((double)slice + BLOCK_COLUMNS) * time + SLICE_COLUMNS * (double)slices;
+        const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
+        const double cost = ((double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS) * time + SLICE_COLUMNS * (double)slices;
         if (slice <= MAX_SLICE && cost < best_cost) {
             best = slice;
             best_cost = cost;
@@ -431,6 +429,18 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
     }
     CHECK(best > 0);
     return (int)best;
+}
+
+/* Shared memory to ask for. A grid that starts before the previous kernel has ended finds room where that one ended first,
+ * and would crowd there while other SMs idle. Memory that a block asks for beyond what it needs keeps every SM from
+ * taking more blocks than its share of the grid. */
+size_t shared_bytes(const CudaLaunch *c, const Layout &layout, const dim3 &grid) {
+    const size_t needed = (size_t)layout.total, per_sm = ceil_div((size_t)grid.x * grid.y, (size_t)c->n_sms);
+    if (!c->overlap || per_sm >= MIN_BLOCKS) {
+        return needed;
+    }
+    const size_t share = (c->shared_per_block + RESERVED_SHARED) / per_sm / 128 * 128;
+    return max_size(needed, share - RESERVED_SHARED - STATIC_SHARED);
 }
 
 template <Epilogue EPILOGUE>
@@ -443,11 +453,12 @@ void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, cons
     const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
     CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
     CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
+    CHECK(layout.list + STATIC_SHARED <= 1 << 16);  // an address of a value shares a word with x
     CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)c->shared_per_block - STATIC_SHARED));
-    launch_overlapped(c, kernel, grid, THREADS, (size_t)layout.total, out, w->cbc, x, threshold, slice_cols, slot_bytes,
-                      c->workspace, c->counters, c->report, fault_code(w), (int)w->site);
+    launch_overlapped(c, kernel, grid, THREADS, shared_bytes(c, layout, grid), out, w->cbc, x, threshold, slice_cols,
+                      slot_bytes, c->workspace, c->counters, c->report, fault_code(w), (int)w->site);
 }
 
 }  // namespace
