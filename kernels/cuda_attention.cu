@@ -102,12 +102,23 @@ struct SoftmaxState {
     float max, sum;
 };
 
+/* 16 bytes that nobody else on the SM asks for. Past the L1 cache: it is small while a product's shared memory is large,
+ * and would bound how many loads are in flight. */
+__device__ __forceinline__ uint4 load_once(const fp16 *p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
 /* The chunk of a row (present or not) of which width values exist, zeros for the others. */
 __device__ __forceinline__ uint4 load_chunk(const fp16 *chunk, int width, bool present, bool aligned) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (aligned) {
         if (present && width > 0) {
-            v = *reinterpret_cast<const uint4 *>(chunk);
+            v = load_once(chunk);
         }
     } else {
         const unsigned *pairs = reinterpret_cast<const unsigned *>(chunk);
