@@ -121,21 +121,14 @@ static struct sigaction catch_interrupt(int flags) {
     return before;
 }
 
-/* While an answer is generated, Ctrl-C ends the answer; what comes too late for that is left for the reader. */
-static int generate_interruptibly(Chat *chat, Answer *a, Error *err) {
+static int generate_answer(Chat *chat, Answer *a, Error *err) {
     const Conversation *c = &chat->conversation;
     GenerateParams params = chat->options->generate;
     params.pos = (int)c->cached;
     params.interrupt = &interrupted;
     params.sample.seed += chat->n_answers++;
-    const struct sigaction before = catch_interrupt(SA_RESTART);
     const int n = (int)(c->ids.n - c->cached);
-    const int rc = generate(&chat->last, chat->m, c->ids.ids + c->cached, n, &params, &a->sink, err);
-    if (chat->last.stop == STOP_INTERRUPT) {
-        interrupted = 0;
-    }
-    sigaction(SIGINT, &before, NULL);
-    return rc;
+    return generate(&chat->last, chat->m, c->ids.ids + c->cached, n, &params, &a->sink, err);
 }
 
 static void print_figures(const GenerateResult *g) {
@@ -159,11 +152,13 @@ static void report_answer(const Chat *chat) {
     }
 }
 
-/* The conversation has a question more: answer it. */
+/* The conversation has a question more: answer it. Ctrl-C ends the answer; on a terminal one that comes too late for
+ * that is left for the reader. */
 static int answer(Chat *chat, Error *err) {
     Answer a;
+    const struct sigaction before = catch_interrupt(SA_RESTART);  // what was generated is written whole
     int rc = answer_open(&a, chat, err);
-    rc = rc ? rc : generate_interruptibly(chat, &a, err);
+    rc = rc ? rc : generate_answer(chat, &a, err);
     if (!rc) {
         const bool stopped = chat->last.stop == STOP_STRING;
         const size_t cached = (size_t)chat->last.cached;
@@ -171,6 +166,10 @@ static int answer(Chat *chat, Error *err) {
         rc = rc ? rc : conversation_answer(&chat->conversation, a.text, stopped ? NULL : &a.ids, cached, err);
     }
     answer_free(&a);
+    if (!line_edits() || (!rc && chat->last.stop == STOP_INTERRUPT)) {
+        interrupted = 0;
+    }
+    sigaction(SIGINT, &before, NULL);
     if (!rc) {
         report_answer(chat);
     }

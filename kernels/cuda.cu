@@ -533,7 +533,7 @@ int backend_cuda(Backend **be, int device, bool graphs, Error *err) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&cuda->launch.stream, cudaStreamNonBlocking));
     cuda->launch.n_sms = properties.multiProcessorCount;
     cuda->launch.shared_per_block = properties.sharedMemPerBlockOptin;
-    cuda->launch.overlap = properties.major >= 9;
+    cuda->launch.overlap = can_overlap_cuda();
     rc = set_up_memory(cuda, err);
     rc = rc ? rc : cublas_open(&cuda->cublas, cuda->launch.stream, err);
     if (rc) {

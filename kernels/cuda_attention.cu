@@ -73,8 +73,8 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
  * length, in whole batches, and blocks left without work return at once.
  * Lanes: PAD / 8 of them hold one key, 16 bytes a lane, so a warp takes 256 / PAD neighbouring keys per
  * load. A batch is DECODE_UNROLL such loads of keys and as many of values by every warp, all in flight
- * together, the first batch before the kernel waits for the product that makes q, k and v. Each group of lanes carries a
- * state of its own over its keys: no barrier until the end.
+ * together, the first batch before the kernel waits for the product that makes q, k and v. Each group of lanes
+ * carries a state of its own over its keys: no barrier until the end.
  * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
  * splits through the workspace by the block of a set that arrives last, which also puts the set's counter
  * back to 0. Each of these sums has a fixed order: the result does not depend on who is last.
@@ -102,8 +102,8 @@ struct SoftmaxState {
     float max, sum;
 };
 
-/* 16 bytes that nobody else on the SM asks for. Past the L1 cache: it is small while a product's shared memory is large,
- * and would bound how many loads are in flight. */
+/* 16 bytes of the cache, past L1: that is small while a product's shared memory is large, and would bound how many
+ * loads are in flight. */
 __device__ __forceinline__ uint4 load_once(const fp16 *p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -264,7 +264,8 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     __shared__ float weight[HEADS][MAX_SPLITS];
     __shared__ bool is_last;
 
-    // What follows up to wait_for_previous() was written before the kernel before this one.
+    // What is read before wait_for_previous(), the position, angles and rows of earlier positions, was written before
+    // the kernel began that makes q, k and v.
     const int kv_len = *a.pos + 1, n_splits = (int)gridDim.x, split = (int)blockIdx.x;
     const int split_batches = (kv_len - 1) / (n_splits * Shape::BATCH) + 1;
     const int split_keys = split_batches * Shape::BATCH;
@@ -310,7 +311,8 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         const float *row = a.qkv + dim;
         float x[CHUNK];
         // The lanes whose key the new one is make it and its value.
-        if (split == n_active - 1 && new_key >= first_key && (new_key - first_key) % (DECODE_WARPS * Shape::KEYS) == 0) {
+        const int ahead = new_key - first_key;
+        if (split == n_active - 1 && ahead >= 0 && ahead % (DECODE_WARPS * Shape::KEYS) == 0) {
             const size_t at = (size_t)new_key * (size_t)a.head_dim;
             load_floats(x, row + (size_t)(a.n_heads + kv_head) * (size_t)a.head_dim, width, aligned);
             new_k = rotate_chunk(x, angle);

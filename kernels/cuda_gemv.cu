@@ -51,7 +51,7 @@ __device__ __forceinline__ uint4 load_inputs(const fp16 *x, int k, int cols) {
 
 template <Epilogue EPILOGUE>
 __global__ void __launch_bounds__(32 * WARPS)
-    gemv_kernel(void *__restrict__ out, const fp16 *__restrict__ w, size_t stride, int rows, int cols,
+    gemv_kernel(void *out, const fp16 *__restrict__ w, size_t stride, int rows, int cols,
                 const fp16 *x, DeviceReport *report, unsigned fault, int site) {
     const int lane = threadIdx.x % 32, row = 2 * (int)(blockIdx.x * WARPS + threadIdx.x / 32);
     if (row >= rows) {

@@ -101,6 +101,12 @@ static __global__ void embed_kernel(float *__restrict__ out, const fp16 *__restr
     store_vector(out + blockIdx.x * cols + col, x, (int64_t)(cols - col), cols % VECTOR == 0);
 }
 
+bool can_overlap_cuda(void) {
+    cudaFuncAttributes code;
+    CUDA_CHECK(cudaFuncGetAttributes(&code, embed_kernel));  // as good as any
+    return code.ptxVersion >= 90;
+}
+
 void embed_cuda(const CudaLaunch *c, float *out, const Matrix *table, const int *ids, int n) {
     CHECK(n >= 1 && table->format == FORMAT_DENSE && table->stride % VECTOR == 0 &&
           table->stride >= table->cols);

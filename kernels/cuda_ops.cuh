@@ -51,7 +51,7 @@ typedef struct {
     cudaStream_t stream;
     int n_sms;
     size_t shared_per_block;   // most shared memory that one block can have
-    bool overlap;              // may a kernel start before the previous one ends (compute capability 9.0)?
+    bool overlap;              // may a kernel start before the previous one ends? See can_overlap_cuda().
     float *workspace;          // partial sums; contents are nobody's between launches
     size_t workspace_bytes;
     unsigned *counters;        // N_COUNTERS zeros; a kernel that counts with them leaves zeros behind
@@ -112,6 +112,10 @@ void drop_small_cuda(const CudaLaunch *c, fp16 *out, const fp16 *x, size_t count
 /* Note in the report if an element of x (count) is not finite: the input of w. */
 void check_finite_cuda(const CudaLaunch *c, const fp16 *x, size_t count, const Matrix *w);
 
+/* Is the code that runs on this device made for overlapping launches, sm_90 and up? Code that the driver compiled from
+ * older PTX is not, whatever the device (cuda_ops.cu). */
+bool can_overlap_cuda(void);
+
 /* GB/s of the best streaming read of 2 GiB; NAN if there is no room (cuda_ceiling.cu). Waits. */
 double read_ceiling_cuda(const CudaLaunch *c);
 
@@ -135,11 +139,11 @@ void random_values_cuda(const CudaLaunch *c, const TiledCbc *w, fp16 *values, co
 
 #ifdef __CUDACC__
 
-/* Launch a kernel that may start while the one before it still runs (programmatic dependent launch, sm_90). It must
- * call wait_for_previous() before it reads or writes anything that the kernel before it touches, and let_next_start() only
+/* Launch a kernel that may start while the one before it still runs (programmatic dependent launch). It must call
+ * wait_for_previous() before it reads or writes anything that the kernel before it touches, and let_next_start() only
  * after that: what the kernels before that one wrote is then there from the start. It must not declare what they
- * write __restrict__, or the compiler may read it earlier. On older devices an ordinary launch, where the two functions
- * do nothing. */
+ * write __restrict__, or the compiler may read it earlier. Where launches cannot overlap it is an ordinary one, and
+ * the two functions do nothing. */
 template <typename... Parameters, typename... Arguments>
 void launch_overlapped(const CudaLaunch *c, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
                        size_t shared_bytes, Arguments... arguments) {

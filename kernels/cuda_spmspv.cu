@@ -8,8 +8,8 @@
  *   compact     The block lists the active columns of its slice with ballots. Its warps share the list evenly, so no
  *               warp walks over skipped columns.
  *   index       A warp takes 32 active columns at a time. Lane = column: it reads ColInfo and the column's 32 bytes of
- *               bitmap, counts bits, and leaves for each group of 32 rows (bitmap word, address of the group's first
- *               value) in shared memory. The rank of every group costs a fraction of an instruction this way.
+ *               bitmap, counts bits, and leaves for each group of 32 rows (bitmap word, x and the address of the group's
+ *               first value) in shared memory. The rank of every group costs a fraction of an instruction this way.
  *   copy        Values of the columns come through cp.async, STAGE_COLUMNS columns a stage, 8 lanes a column, 16 bytes a
  *               lane (columns begin on 16 bytes), STAGES stages in flight. A slot holds the widest column of the matrix.
  *   decode      Lane = 4 neighbouring rows in each half of the tile: 4 bits of a bitmap word. (Neighbouring lanes then read
@@ -54,11 +54,11 @@ static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, 
 static_assert(TILE_M * sizeof(half) == 4 * 128, "a column is at most four copies of 8 lanes x 16 bytes");
 static_assert(THREADS == TILE_M, "the final sums take one row a thread");
 
-/* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits: in its low
- * half the byte permute of (p, 0) for rows 1 and 0, in its high half that of (q, 0) for rows 3 and 2, where q is the
- * window behind the values of rows 0 and 1. Permutes pick from 8 bytes: 0 .. 3 of the first word, 4 .. 7 of the second,
- * which is zero here. Which of its bytes stand for zero is chosen such that entry & SHIFT_MASK, at most 32, is how many bits
- * lie between p and q: a table of half the size costs half the wavefronts. */
+/* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits: in its
+ * low half the byte permute of (p, 0) for rows 1 and 0, in its high half that of (q, 0) for rows 3 and 2, where q is
+ * the window behind the values of rows 0 and 1. Permutes pick from 8 bytes: 0 .. 3 of the first word, 4 .. 7 of the
+ * second, which is zero here. Which of its bytes stand for zero is chosen such that min(entry & SHIFT_MASK, 32) is how
+ * many bits lie between p and q: a table of half the size costs half the wavefronts. */
 constexpr unsigned SHIFT_MASK = 0x30;
 
 __device__ unsigned make_selector(unsigned bits) {
@@ -149,8 +149,9 @@ __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned sel
 
 /* cp.async of 16 bytes at OFFSET behind both addresses, if OFFSET / 16 pieces are fewer than n. */
 template <int OFFSET> __device__ __forceinline__ void copy_piece(unsigned to, const void *from, int n) {
-    asm volatile("{ .reg .pred p; setp.gt.s32 p, %2, %3;\n @p cp.async.cg.shared.global [%0 + %4], [%1 + %4], 16; }" ::"r"(to),
-                 "l"(from), "r"(n), "n"(OFFSET / 16), "n"(OFFSET)
+    asm volatile("{ .reg .pred p; setp.gt.s32 p, %2, %3;\n @p cp.async.cg.shared.global [%0 + %4], [%1 + %4], 16; }"
+                 :
+                 : "r"(to), "l"(from), "r"(n), "n"(OFFSET / 16), "n"(OFFSET)
                  : "memory");
 }
 
@@ -161,8 +162,8 @@ struct ColumnIndex {
     unsigned nnz;
 };
 
-/* Read the index of column `column` of the matrix, leave (word, shared address of its first value | x << 16) of each group
- * of rows in `index`; slot is the same for the column's first value. */
+/* Read the index of column `column` of the matrix, leave (word, shared address of its first value | x << 16) of each
+ * group of rows in `index`; slot is the same for the column's first value. */
 __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_t column, unsigned slot) {
     const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + column * BITMAP_WORDS);
     const unsigned info = __ldg(w.col_info + column);
@@ -214,7 +215,7 @@ __device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HA
 
 template <Epilogue EPILOGUE>
 __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    spmspv_kernel(void *__restrict__ out, const TiledCbc w, const fp16 *x,
+    spmspv_kernel(void *out, const TiledCbc w, const fp16 *x,
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         ColumnIndex column = {0, 0, 0};
         if (lane < m) {
             column = read_index(index + lane * INDEX_STRIDE, w, row_start + list[chunk + lane],
-                                (ring + lane % RING_COLUMNS * slot_bytes) | input[chunk + lane] << 16);
+                                (ring + lane % RING_COLUMNS * slot_bytes) | (unsigned)input[chunk + lane] << 16);
             nnz += column.nnz;
         } else {
             uint4 *empty = reinterpret_cast<uint4 *>(index + lane * INDEX_STRIDE);
@@ -404,16 +405,17 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 
-/* Columns of a slice. The fullest SM decides: it computes its blocks MIN_BLOCKS at a time, and fewer blocks at once, which
- * cannot hide each other's waiting, take longer than their share. Every block costs some columns before it multiplies,
- * every chunk of a warp some for its index, every slice some in the final sum. The constants fit measured times with half
- * of the columns active (tests/bench/NOTES.md). */
+/* Columns of a slice. The fullest SM decides: it computes its blocks MIN_BLOCKS at a time, and fewer blocks at once,
+ * which cannot hide each other's waiting, take longer than their share. Every block costs some columns before it
+ * multiplies, every chunk of a warp some for its index, every slice some in the final sum. The constants fit measured
+ * times with half of the columns active (tests/bench/NOTES.md). */
 int choose_slice(const CudaLaunch *c, const Matrix *w) {
     constexpr double TIME_OF[MIN_BLOCKS] = {0, 2.0, 2.3, 3.15};  // blocks at once, where MIN_BLOCKS take MIN_BLOCKS
     constexpr double BLOCK_COLUMNS = 200, CHUNK_COLUMNS = 140, SLICE_COLUMNS = 34;
     constexpr double ACTIVE = 0.52;  // half, and some more by chance
     constexpr size_t STEP = 32;
-    const size_t tile_rows = tiled_cbc_tile_rows(w->rows), most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
+    const size_t tile_rows = tiled_cbc_tile_rows(w->rows);
+    const size_t most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
     size_t best = 0;
     double best_cost = INFINITY;
     for (size_t slices = 1; slices <= min_size(most, ceil_div(w->cols, STEP)); slices++) {
@@ -421,7 +423,8 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
         const size_t per_sm = ceil_div(tile_rows * slices, (size_t)c->n_sms);
         const double time = (double)(per_sm / MIN_BLOCKS * MIN_BLOCKS) + TIME_OF[per_sm % MIN_BLOCKS];
         const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
-        const double cost = ((double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS) * time + SLICE_COLUMNS * (double)slices;
+        const double block = (double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS;
+        const double cost = block * time + SLICE_COLUMNS * (double)slices;
         if (slice <= MAX_SLICE && cost < best_cost) {
             best = slice;
             best_cost = cost;
@@ -431,9 +434,9 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
     return (int)best;
 }
 
-/* Shared memory to ask for. A grid that starts before the previous kernel has ended finds room where that one ended first,
- * and would crowd there while other SMs idle. Memory that a block asks for beyond what it needs keeps every SM from
- * taking more blocks than its share of the grid. */
+/* Shared memory to ask for. A grid that starts before the previous kernel has ended finds room where that one ended
+ * first, and would crowd there while other SMs idle. Memory that a block asks for beyond what it needs keeps every SM
+ * from taking more blocks than its share of the grid; an SM has shared_per_block and RESERVED_SHARED of it. */
 size_t shared_bytes(const CudaLaunch *c, const Layout &layout, const dim3 &grid) {
     const size_t needed = (size_t)layout.total, per_sm = ceil_div((size_t)grid.x * grid.y, (size_t)c->n_sms);
     if (!c->overlap || per_sm >= MIN_BLOCKS) {
@@ -453,7 +456,7 @@ void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, cons
     const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
     CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
     CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
-    CHECK(layout.list + STATIC_SHARED <= 1 << 16);  // an address of a value shares a word with x
+    CHECK(layout.list + STATIC_SHARED + RESERVED_SHARED <= 1 << 16);  // an address of a value shares a word with x
     CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)c->shared_per_block - STATIC_SHARED));

@@ -375,7 +375,7 @@ static void set_up(Bench *b, const char *path) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&b->c.stream, cudaStreamNonBlocking));
     b->c.n_sms = properties.multiProcessorCount;
     b->c.shared_per_block = properties.sharedMemPerBlockOptin;
-    b->c.overlap = properties.major >= 9;
+    b->c.overlap = can_overlap_cuda();
     b->c.workspace_bytes = (size_t)64 << 20;
     CUDA_CHECK(cudaMalloc(&b->c.workspace, b->c.workspace_bytes));
     CUDA_CHECK(cudaMalloc(&b->c.counters, N_COUNTERS * sizeof(unsigned)));

@@ -1,6 +1,6 @@
 /* attention_test.cu: attention_cuda against softmax attention in double precision on the same fp16 inputs,
- * over head sizes, groups, chunk lengths and positions; exact cases; faults; graph replay; repeats; then
- * times. SPDP_TEST_SHORT: a few sizes that still reach every kernel, for compute-sanitizer. */
+ * over head sizes, groups, chunk lengths and positions; exact cases; faults; graph replay; launches that
+ * overlap; repeats; then times. SPDP_TEST_SHORT: a few sizes that still reach every kernel, for compute-sanitizer. */
 #include <math.h>
 #include <string.h>
 
@@ -81,6 +81,8 @@ CudaLaunch make_launch() {
     c.workspace_bytes = (size_t)16 << 20;
     c.workspace = device_alloc<float>(c.workspace_bytes / sizeof(float));
     c.counters = device_alloc<unsigned>(N_COUNTERS);
+    c.report = device_alloc<DeviceReport>(1);
+    CUDA_CHECK(cudaMemset(c.report, 0, sizeof *c.report));
     CUDA_CHECK(cudaMemset(c.workspace, 0xff, c.workspace_bytes));
     CUDA_CHECK(cudaMemset(c.counters, 0, N_COUNTERS * sizeof(unsigned)));
     return c;
@@ -406,6 +408,77 @@ void test_graph(const CudaLaunch *c) {
     }
 }
 
+/* Steps whose kernels follow one another in a graph with nothing between them, as in decoding: the product that makes
+ * q, k and v, attention, the next product. What attention reads before it waits for the product must be there already:
+ * the same bits with launches that overlap and with ones that do not. */
+void test_overlap(const CudaLaunch *c) {
+    const int n_steps = is_short ? 4 : 150, cols = 1024;
+    for (const int group : sizes({1, 4, 8}, {1})) {
+        AttentionShape shape = {};
+        shape.n_kv_heads = 4;
+        shape.n_heads = shape.n_kv_heads * group;
+        shape.head_dim = 128;
+        shape.seq_len = n_steps;
+        const size_t width = (size_t)shape.n_heads * (size_t)shape.head_dim, n_out = width * (size_t)n_steps;
+        const size_t cache = (size_t)shape.n_kv_heads * (size_t)shape.seq_len * (size_t)shape.head_dim;
+        Matrix w = {};
+        w.rows = (size_t)(shape.n_heads + 2 * shape.n_kv_heads) * (size_t)shape.head_dim;
+        w.cols = w.stride = (size_t)cols;
+        fp16 *weights = device_alloc<fp16>(w.rows * w.cols), *x = device_alloc<fp16>((size_t)(n_steps * cols));
+        fp16 *k = device_alloc<fp16>(cache), *v = device_alloc<fp16>(cache), *out = device_alloc<fp16>(n_out);
+        float *qkv = device_alloc<float>(w.rows);
+        float *rope = device_alloc<float>((size_t)(n_steps * shape.head_dim));
+        int *pos = device_alloc<int>((size_t)n_steps);
+        std::vector<int> positions;
+        std::vector<float> angles;
+        for (int t = 0; t < n_steps; t++) {
+            positions.push_back(t);
+            for (int i = 0; i < shape.head_dim / 2; i++) {
+                angles.push_back(cosf((float)(t * i)));
+                angles.push_back(sinf((float)(t * i)));
+            }
+        }
+        upload(weights, random_values(w.rows * w.cols, 0.05f, random_normal).data(), w.rows * w.cols);
+        upload(x, random_values((size_t)(n_steps * cols), 1, random_normal).data(), (size_t)(n_steps * cols));
+        upload(rope, angles.data(), angles.size());
+        upload(pos, positions.data(), positions.size());
+        w.dense = weights;
+        std::vector<fp16> got[2];
+        for (const bool overlap : {false, true}) {
+            CudaLaunch launch = *c;
+            launch.overlap = overlap && can_overlap_cuda();
+            for (fp16 *cached : {k, v}) {
+                CUDA_CHECK(cudaMemset(cached, 0xff, cache * sizeof(fp16)));
+            }
+            CUDA_CHECK(cudaMemset(out, 0xff, n_out * sizeof(fp16)));
+            CUDA_CHECK(cudaDeviceSynchronize());
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            CUDA_CHECK(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
+            for (int t = 0; t < n_steps; t++) {
+                gemv_cuda(&launch, qkv, &w, x + t * cols, EPILOGUE_STORE);
+                attention_cuda(&launch, out + (size_t)t * width, NULL, k, v, qkv, rope, &shape, pos + t, 1, n_steps);
+            }
+            CUDA_CHECK(cudaStreamEndCapture(c->stream, &graph));
+            CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+            CUDA_CHECK(cudaGraphLaunch(exec, c->stream));
+            CUDA_CHECK(cudaStreamSynchronize(c->stream));
+            CUDA_CHECK(cudaGraphExecDestroy(exec));
+            CUDA_CHECK(cudaGraphDestroy(graph));
+            got[overlap] = download(out, n_out);
+        }
+        const bool finite = std::all_of(got[0].begin(), got[0].end(), [](fp16 h) { return (h & 0x7c00) != 0x7c00; });
+        char name[100];
+        snprintf(name, sizeof name, "%d steps that overlap, group %d", n_steps, group);
+        report(finite && got[0] == got[1] ? 0 : (double)INFINITY, name,
+               can_overlap_cuda() ? "" : "(they cannot here)");
+        for (void *p : {(void *)weights, (void *)x, (void *)k, (void *)v, (void *)out, (void *)qkv, (void *)rope,
+                        (void *)pos}) {
+            CUDA_CHECK(cudaFree(p));
+        }
+    }
+}
+
 /* Median microseconds of one call, over graphs that go through copies of the cache that exceed the L2 cache. */
 double time_call(const CudaLaunch *c, const AttentionShape &shape, int pos, int n) {
     const size_t cache = (size_t)shape.n_kv_heads * (size_t)shape.seq_len * (size_t)shape.head_dim;
@@ -505,6 +578,7 @@ int main(void) {
     test_exact(&c);
     test_faults(&c);
     test_graph(&c);
+    test_overlap(&c);
     test_against_reference(&c);
     if (is_short) {
         printf("left out (SPDP_TEST_SHORT): most head sizes, groups, chunks and positions, times\n");

@@ -717,7 +717,7 @@ static void set_up() {
     printf("%s\n", device.name);
     launch.n_sms = device.multiProcessorCount;
     launch.shared_per_block = device.sharedMemPerBlockOptin;
-    launch.overlap = device.major >= 9;
+    launch.overlap = can_overlap_cuda();
     launch.workspace_bytes = WORKSPACE_BYTES;
     CUDA_CHECK(cudaStreamCreate(&launch.stream));
     CUDA_CHECK(cudaMalloc((void **)&launch.workspace, WORKSPACE_BYTES));
