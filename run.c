@@ -2,6 +2,7 @@
  * perplexity. Text goes to stdout alone; everything else to stderr. See README.md for what the options mean. */
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <math.h>
 #include <string.h>
@@ -331,7 +332,9 @@ static double asked_or_0(double ratio) { return isnan(ratio) ? 0 : ratio; }
 static int complete_synthetic(Options *o, Error *err) {
     if (!o->synthetic.shape) {
         const bool allowed = !o->synthetic_only || (o->bench && strcmp(o->synthetic_only, "--prompt-tokens") == 0);
-        return !allowed ? error_set(err, ERR_USAGE, "%s goes with --synthetic", o->synthetic_only) : OK;
+        const char *with = strcmp(o->synthetic_only ? o->synthetic_only : "", "--prompt-tokens") == 0
+                               ? "--synthetic or --bench" : "--synthetic";
+        return !allowed ? error_set(err, ERR_USAGE, "%s goes with %s", o->synthetic_only, with) : OK;
     }
     const char *excluded = o->n_prompts > 0               ? "-p: there is no tokenizer"
                            : o->n_stops > 0               ? "--stop: there is no tokenizer"
@@ -367,6 +370,9 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
             fputs(opt == 'h' ? usage : "run (spdp) " VERSION "\n", stdout);
             *done = true;
             return OK;
+        }
+        if (opt == '?' && (optopt >= OPT_TOKENS || optopt == 'h')) {
+            return error_set(err, ERR_USAGE, "%.*s takes no value", (int)strcspn(argv[optind - 1], "="), argv[optind - 1]);
         }
         const char letter[] = {'-', (char)optopt, 0};  // an unknown letter may stand among others
         const bool unknown_letter = opt == '?' && optopt > 0 && optopt < OPT_TOKENS;
@@ -582,6 +588,10 @@ static cJSON *logprobs_json(const Run *run) {
 static int write_json_line(const Run *run, cJSON *json, Error *err) {
     char *text = cJSON_PrintUnformatted(json);
     cJSON_Delete(json);
+    if (ftell(run->json) == 0) {
+        const int rc = ftruncate(fileno(run->json), 0);  // what was there; a pipe or a device has nothing
+        (void)rc;
+    }
     const bool ok = fprintf(run->json, "%s\n", text) > 0 && fflush(run->json) == 0;
     const int reason = errno;
     cJSON_free(text);
@@ -725,6 +735,9 @@ static int measure_perplexity(PerplexityResult *result, Run *run, Error *err) {
         report_perplexity(&x, &p);
     }
     *result = p;
+    if (run->o.n_models == 1 || run->chatty) {
+        print_perplexity(run->o.n_models == 1 ? stdout : stderr, &p);  // those of several models are compared
+    }
     return run->json ? write_json_line(run, figures_json(&x, NULL, &p, NULL), err) : OK;
 }
 
@@ -744,8 +757,8 @@ static int measure_perplexities(Run *run, Error *err) {
         }
         rc = rc ? rc : measure_perplexity(&results[i], run, err);
     }
-    if (!rc && n > 1 && run->chatty) {
-        report_comparison(run->o.models, results, n);
+    if (!rc && n > 1) {
+        print_comparison(run->o.models, results, n);
     }
     free(results);
     return rc;
@@ -836,6 +849,19 @@ static int score_all(Run *run, Error *err) {
     return rc;
 }
 
+/* Rows that the model cannot have are left out, unless they were asked for: then that is an error. */
+static void note_rows_left_out(const Run *run, const BenchPlan *plan) {
+    for (int i = 0; i < plan->n_prompts && plan->n_prompts > 1; i++) {
+        if (plan->prompts[i] > run->model.seq_len - plan->n_new) {
+            fprintf(stderr, "note      no rows for a prompt of %d: with %d new tokens it does not fit in the context of %d\n",
+                    plan->prompts[i], plan->n_new, run->model.seq_len);
+        }
+    }
+    if (plan->n_dp > 1 && !run->o.synthetic.shape && !checkpoint_find(&run->ck, SECTION_QUANTILES, -1)) {
+        fputs("note      no rows for dynamic pruning: the file has no quantiles\n", stderr);
+    }
+}
+
 static int bench_loaded(Bench *b, Run *run, Error *err) {
     const Options *o = &run->o;
     BenchPlan plan = {
@@ -854,6 +880,9 @@ static int bench_loaded(Bench *b, Run *run, Error *err) {
     if (!isnan(o->dp.mlp) || !isnan(o->dp.attn)) {
         plan.dp[0] = o->dp;
         plan.n_dp = 1;
+    }
+    if (run->chatty && !run->dense) {
+        note_rows_left_out(run, &plan);
     }
     Progress progress = {.label = "bench", .unit = "generations", .quiet = !run->chatty, .wait_ms = SHORT_LOAD_MS};
     return bench_model(b, &run->model, &run->ck, o->synthetic.shape ? &run->synthetic : NULL,
@@ -1039,18 +1068,56 @@ static void report_dp(const Run *run) {
     fputc('\n', stderr);
 }
 
+static bool is_file(const struct stat *st, const char *path) {
+    struct stat other;
+    return path && stat(path, &other) == 0 && other.st_dev == st->st_dev && other.st_ino == st->st_ino;
+}
+
+static bool is_model_file(const char *path) {
+    char begin[sizeof FILE_MAGIC - 1];
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const bool is_model = fd >= 0 && read(fd, begin, sizeof begin) == (ssize_t)sizeof begin &&
+                          memcmp(begin, FILE_MAGIC, sizeof begin) == 0;
+    if (fd >= 0) {
+        close(fd);
+    }
+    return is_model;
+}
+
+/* Nothing that this run reads, and no model, may be written over. */
+static int check_json(const Options *o, const struct stat *st, Error *err) {
+    bool is_input = is_file(st, o->file) || is_file(st, o->ppl_file) || is_file(st, o->score_file);
+    for (int i = 0; i < o->n_models; i++) {
+        is_input |= is_file(st, o->models[i]);
+    }
+    const bool is_model = is_model_file(o->json);
+    return is_input || is_model
+               ? error_set(err, ERR_USAGE, "--json %.250s: is %s", o->json, is_model ? "a model file" : "what is read")
+               : OK;
+}
+
 static int open_json(Run *run, Error *err) {
     const char *path = run->o.json;
-    if (path && !run->json) {
-        struct stat st;
-        const bool is_new = lstat(path, &st) != 0;
-        run->json = strcmp(path, "-") == 0 ? stderr : fopen(path, "w");
-        if (!run->json) {
-            return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
-        }
-        if (run->json != stderr && is_new) {
-            unfinished_set(path);  // until it has a line
-        }
+    if (!path || run->json) {
+        return OK;
+    }
+    if (strcmp(path, "-") == 0) {
+        run->json = stderr;
+        return OK;
+    }
+    struct stat st;
+    const int rc = stat(path, &st) == 0 && S_ISREG(st.st_mode) ? check_json(&run->o, &st, err) : OK;
+    if (rc) {
+        return rc;
+    }
+    const bool is_new = lstat(path, &st) != 0;
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);  // what is there goes when there is a line
+    run->json = fd < 0 ? NULL : fdopen(fd, "w");
+    if (!run->json) {
+        return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
+    }
+    if (is_new) {
+        unfinished_set(path);  // until it has a line
     }
     return OK;
 }

@@ -286,8 +286,8 @@ static int command_help(Chat *chat, const char *argument, Error *err) {
         const char *name = commands[i].argument ? commands[i].argument : "";
         fprintf(stderr, "%-8s %-5s %s\n", commands[i].name, name, commands[i].help);
     }
-    fputs("A message may have several lines: end a line with \\, or put \"\"\" before and behind them. A space\n"
-          "before / makes a message of a command. Ctrl-C ends an answer.\n", stderr);
+    fputs("A message may have several lines: end a line with \\, or put \"\"\" before and behind them. These, or a\n"
+          "space before /, make a message of a command. Ctrl-C ends an answer.\n", stderr);
     return OK;
 }
 
@@ -315,8 +315,8 @@ static int run_command(Chat *chat, char *line, Error *err) {
 
 /* ---- the loop ---------------------------------------------------------------------------------------------- */
 
-static int take_message(Chat *chat, char *message, Error *err) {
-    if (*message == '/') {
+static int take_message(Chat *chat, char *message, bool quoted, Error *err) {
+    if (*message == '/' && !quoted) {
         Error reason = {0};
         const int rc = run_command(chat, message, &reason);
         if (rc == ERR_MEMORY) {
@@ -336,7 +336,8 @@ static int converse(Chat *chat, LineReader *reader, Error *err) {
     while (!chat->over) {
         char *message = NULL;
         Error reason = {0};
-        int rc = line_read(reader, &message, &reason);
+        bool quoted;
+        int rc = line_read(reader, &message, &quoted, &reason);
         if (rc == ERR_FORMAT) {
             fprintf(stderr, "%s\n", reason.text);
             continue;
@@ -348,7 +349,7 @@ static int converse(Chat *chat, LineReader *reader, Error *err) {
         if (!message) {
             return OK;
         }
-        rc = take_message(chat, message, err);
+        rc = take_message(chat, message, quoted, err);
         free(message);
         if (rc) {
             return rc;

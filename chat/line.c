@@ -195,8 +195,9 @@ static int complete_quoted(LineReader *r, char **message, Error *err) {
 }
 
 /* The rest of a message whose first line is there. */
-static int complete(LineReader *r, char **message, Error *err) {
-    if (strncmp(*message, QUOTE, strlen(QUOTE)) == 0) {
+static int complete(LineReader *r, char **message, bool *quoted, Error *err) {
+    *quoted = strncmp(*message, QUOTE, strlen(QUOTE)) == 0;
+    if (*quoted) {
         return complete_quoted(r, message, err);
     }
     bool ended = false;
@@ -210,11 +211,12 @@ static int complete(LineReader *r, char **message, Error *err) {
 
 static bool is_over(const LineReader *r) { return r->left || interrupted(r); }
 
-int line_read(LineReader *r, char **message, Error *err) {
+int line_read(LineReader *r, char **message, bool *quoted, Error *err) {
     *message = NULL;
+    *quoted = false;
     int rc = is_over(r) ? OK : read_line(r, message, err);
     if (!rc && *message) {
-        rc = complete(r, message, err);
+        rc = complete(r, message, quoted, err);
     }
     if (*message && (rc || is_over(r))) {
         free(*message);

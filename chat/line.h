@@ -21,8 +21,8 @@ void line_close(LineReader *reader);  // NULL is fine
  *   - a line ends in a backslash, for which a newline stands then, or
  *   - the first line begins with """: up to a line that ends so.
  * Input that ends inside a message ends the message; Ctrl-C and an interrupt drop it. *message is released with
- * free(), NULL at the end of input.
+ * free(), NULL at the end of input; *quoted: did it begin with """?
  * Returns 0, ERR_OPEN, ERR_MEMORY or ERR_FORMAT (a NUL byte; one may go on reading). */
-int line_read(LineReader *reader, char **message, Error *err);
+int line_read(LineReader *reader, char **message, bool *quoted, Error *err);
 
 #endif

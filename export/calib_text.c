@@ -203,7 +203,7 @@ int calib_text_load(CalibText *text, const char *path, const Tokenizer *tokenize
         calib_text_free(&c.text);
         return rc;
     }
-    return finish(text, &c, path && !params->quiet, err);
+    return finish(text, &c, (path || params->max_tokens) && !params->quiet, err);
 }
 
 int calib_text_random(CalibText *text, const Config *config, const CalibParams *params, uint64_t seed, Error *err) {

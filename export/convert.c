@@ -41,10 +41,10 @@ static const char usage[] =
     "                           and where --dp is above 0\n"
     "  --tokenizer FILE         sentencepiece model (default: SOURCE's tokenizer.model)\n"
     "  --no-tokenizer           a file that takes token ids only\n"
-    "  --force                  overwrite OUT\n"
+    "  --force                  overwrite OUT, and what an interrupted conversion has left\n"
     "  --resume                 go on with a conversion by wanda or sparsegpt that was interrupted, all\n"
-    "                           else given as before. It keeps OUT.partial and OUT.partial.state (8 bytes\n"
-    "                           for each calibration token and dimension) until OUT is complete\n"
+    "                           else given as before. It keeps OUT.partial and OUT.partial.state (4 bytes\n"
+    "                           for each calibration token and dimension, 8 at times) until OUT is there\n"
     "other\n"
     "  --seed S                 of --synthetic (default 0)\n"
     "  -j N                     threads (default: all cores)\n"
@@ -57,7 +57,7 @@ typedef struct {
     const char *source, *out, *info, *synthetic, *tokenizer;
     const char *calib, *calib_dp;  // NULL: the shipped text; as calib
     const char *backend;
-    bool no_tokenizer, force, prune_named, method_named, dp_named;
+    bool no_tokenizer, prune_named, method_named, dp_named;
     uint64_t seed;
     CalibParams calibration;
     PackOptions pack;
@@ -159,7 +159,7 @@ static int parse_option(Options *o, int opt, const char *name, Error *err) {
     }
     case OPT_TOKENIZER: o->tokenizer = optarg; break;
     case OPT_NO_TOKENIZER: o->no_tokenizer = true; break;
-    case OPT_FORCE: o->force = true; break;
+    case OPT_FORCE: o->pack.force = true; break;
     case OPT_RESUME: o->pack.resume = true; break;
     case OPT_SEED: return parse_u64(&o->seed, "--seed", optarg, err);
     case OPT_INFO: o->info = optarg; break;
@@ -224,6 +224,9 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
             *done = true;
             return OK;
         }
+        if (opt == '?' && (optopt >= OPT_SP || optopt == 'h')) {
+            return error_set(err, ERR_USAGE, "%.*s takes no value", (int)strcspn(argv[optind - 1], "="), argv[optind - 1]);
+        }
         const char letter[] = {'-', (char)optopt, 0};  // an unknown letter may stand among others
         const char *name = index >= 0                                        ? long_options[index].name
                            : opt == '?' && optopt > 0 && optopt < OPT_SP ? letter
@@ -237,7 +240,7 @@ static int parse_arguments(Options *o, bool *done, int argc, char **argv, Error 
     if (n != want) {
         return error_set(err, ERR_USAGE, "%s", n > want    ? "too many arguments (-h shows the usage)"
                                                : o->info   ? "--info takes one file"
-                                               : n == want - 1 && !o->synthetic
+                                               : n == want - 1
                                                    ? "OUT is missing (-h shows the usage)"
                                                    : "SOURCE and OUT are missing (-h shows the usage)");
     }
@@ -379,8 +382,8 @@ static int convert(Options *o, Error *err) {
     rc = rc ? rc : open_calibrators(&calibrators, o, tokenizer, &source->config, err);
     interrupt_catch();  // from here on there are files to be left in order
     if (!rc) {
-        rc = o->pack.resume ? writer_reopen(&writer, o->out, &source->config, o->force, err)
-                            : writer_open(&writer, o->out, &source->config, o->force, err);
+        rc = o->pack.resume ? writer_reopen(&writer, o->out, &source->config, o->pack.force, err)
+                            : writer_open(&writer, o->out, &source->config, o->pack.force, err);
     }
     if (!rc) {
         rc = pack_model(&result, source, writer, &o->pack, err);

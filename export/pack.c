@@ -596,24 +596,30 @@ static int resume(Pack *p, Error *err) {
     return rc;
 }
 
-/* Start anew, over what an earlier process may have left. */
-static int forget(Pack *p) {
+/* Start anew. What an earlier process has left may have taken hours: only --force gives it up. */
+static int forget(Pack *p, Error *err) {
     PackState s;
     const char *path = writer_state_path(p->writer);
     if (state_load(&s, path, NULL) == OK) {
+        const size_t n_layers = s.n_layers;
         uint64_t marks[N_STATE_MARKS];
         bool same = pack_measures(p->options);
         if (same) {
             state_marks(marks, p->options, p->source);
             same = !state_difference(s.marks, marks);
         }
-        if (same && !p->options->quiet) {
-            fprintf(stderr, "note       --resume would have gone on after %zu of %d layers; this starts anew\n",
-                    s.n_layers, p->source->config.n_layers);
-        } else if (!p->options->quiet) {
-            fprintf(stderr, "note       replaces what another conversion to this file had begun\n");
-        }
         state_close(&s);
+        if (!p->options->force) {
+            writer_keep(p->writer, true);
+            return same ? error_set(err, ERR_WRITE,
+                                    "%.250s: the same conversion has come to %zu of %d layers: --resume goes on with it, "
+                                    "--force starts anew", path, n_layers, p->source->config.n_layers)
+                        : error_set(err, ERR_WRITE,
+                                    "%.250s: is what another conversion to this file has begun; --force replaces it", path);
+        }
+        if (!p->options->quiet) {
+            fprintf(stderr, "note       replaces what %s conversion to this file had begun\n", same ? "the same" : "another");
+        }
     }
     state_remove(path);
     return OK;
@@ -664,7 +670,7 @@ int pack_model(PackReport *report, Source *source, Writer *writer, const PackOpt
         p.progress.label = "prune";
         p.progress.unit = "tokens x layers";
     }
-    int rc = options->resume ? resume(&p, err) : forget(&p);
+    int rc = options->resume ? resume(&p, err) : forget(&p, err);
     if (rc) {
         writer_abort(writer);
     } else {

@@ -28,6 +28,7 @@ typedef struct {
     size_t tokenizer_bytes;
     int n_threads;
     bool resume;  // go on with what an interrupted conversion has left: writer is from writer_reopen
+    bool force;   // start anew, though there is such a conversion
     bool quiet;
 } PackOptions;
 
@@ -47,7 +48,8 @@ bool pack_measures(const PackOptions *options);
  * that stream, for a moment two), so that another process may resume, to the same bytes.
  * writer is released in any case. What can be resumed stays, in the writer's files, where a signal has stopped the work
  * (ERR_STOPPED) or disk or memory ran out; on other failures no file is left. A failure to resume leaves all as it was:
- * ERR_OPEN (nothing is there), ERR_USAGE (it was another conversion: names what differs), ERR_FORMAT (damaged). */
+ * ERR_OPEN (nothing is there), ERR_USAGE (it was another conversion: names what differs), ERR_FORMAT (damaged). So does
+ * the refusal to start anew where something could be resumed: ERR_WRITE. */
 int pack_model(PackReport *report, Source *source, Writer *writer, const PackOptions *options, Error *err);
 
 #endif

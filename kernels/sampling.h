@@ -1,5 +1,5 @@
 /* sampling.h: from logits to a token. Draws come from Philox4x32-10 as cuRAND defines it, keyed by seed
- * and step, so that a seed gives the same text on every backend. */
+ * and step, so that a seed gives the same draws on every backend. */
 #ifndef SPDP_SAMPLING_H
 #define SPDP_SAMPLING_H
 

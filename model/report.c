@@ -63,6 +63,23 @@ void report_generation(const Measured *x, const GenerateResult *g) {
     }
 }
 
+typedef struct {
+    char text[24];
+} Figure;
+
+/* A single token has no standard error. */
+static Figure spread(const PerplexityResult *p) {
+    Figure f = {"n/a"};
+    if (isfinite(p->nll_stderr)) {
+        snprintf(f.text, sizeof f.text, "%.6f", p->nll_stderr);
+    }
+    return f;
+}
+
+void print_perplexity(FILE *to, const PerplexityResult *p) {
+    fprintf(to, "nll       %.6f +- %s nats a token\nppl       %.4f\n", p->nll, spread(p).text, p->perplexity);
+}
+
 void report_perplexity(const Measured *x, const PerplexityResult *p) {
     fprintf(stderr,
             "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; "
@@ -71,17 +88,16 @@ void report_perplexity(const Measured *x, const PerplexityResult *p) {
     fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", checkpoint_sparsity(x->ck));
     report_skipped(x, p->sites);
     report_overlap(&p->overlap);
-    fprintf(stderr, "nll       %.6f +- %.6f nats a token\nppl       %.4f\n", p->nll, p->nll_stderr, p->perplexity);
     fprintf(stderr, "speed     %.1f tok/s\n", (double)p->n_scored / p->ms * 1e3);
 }
 
-void report_comparison(char *const *names, const PerplexityResult *results, int n) {
-    fprintf(stderr, "\n%10s  %9s  %11s  %8s  model\n", "ppl", "to first", "nll", "+-");
+void print_comparison(char *const *names, const PerplexityResult *results, int n) {
+    printf("\n%10s  %9s  %11s  %8s  model\n", "ppl", "to first", "nll", "+-");
     for (int i = 0; i < n; i++) {
         const PerplexityResult *p = &results[i];
-        fprintf(stderr, "%10.4f  %+7.2f %%  %11.6f  %8.6f  %s%s\n", p->perplexity,
-                100 * (p->perplexity / results[0].perplexity - 1), p->nll, p->nll_stderr, names[i],
-                p->n_scored == results[0].n_scored ? "" : " (other tokens than the first: not comparable)");
+        printf("%10.4f  %+7.2f %%  %11.6f  %8s  %s%s\n", p->perplexity,
+               100 * (p->perplexity / results[0].perplexity - 1), p->nll, spread(p).text, names[i],
+               p->n_scored == results[0].n_scored ? "" : " (other tokens than the first: not comparable)");
     }
 }
 

@@ -642,7 +642,8 @@ static void assert_messages(const char *input, size_t n, const char *const *want
         bool same = dup2(ends[0], STDIN_FILENO) == STDIN_FILENO && line_open(&reader, NULL, &err) == OK;
         for (size_t i = 0; same; i++) {
             char *message = NULL;
-            same = line_read(reader, &message, &err) == OK && !message == !want[i] &&
+            bool quoted;
+            same = line_read(reader, &message, &quoted, &err) == OK && !message == !want[i] &&
                    (!message || strcmp(message, want[i]) == 0);
             if (!message) {
                 break;
@@ -692,9 +693,10 @@ static void test_interrupted_input_has_ended(void **state) {
     const volatile sig_atomic_t interrupt = SIGINT;
     LineReader *reader;
     char *message = NULL;
+    bool quoted;
     Error err = {0};
     assert_int_equal(line_open(&reader, &interrupt, &err), OK);
-    assert_int_equal(line_read(reader, &message, &err), OK);
+    assert_int_equal(line_read(reader, &message, &quoted, &err), OK);
     assert_null(message);
     line_close(reader);
 }

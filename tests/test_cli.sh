@@ -452,18 +452,35 @@ perplexity_follows_the_protocol_asked_for() {
 }
 t perplexity_follows_the_protocol_asked_for
 
+# What a run reads, and a model, is not written over; what was there stays until there is a line.
+json_spares_what_is_read() {
+    for read in dense.bin once.txt half.bin; do
+        cp "$s/$read" "$s/kept"
+        refuses 2 "--json $s/$read: is" run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/$read"
+        cmp "$s/kept" "$s/$read"
+    done
+    echo before >"$s/figures"
+    refuses 2 'too few' run "$s/dense.bin" --ppl "$s/empty.txt" -q --json "$s/figures"
+    [ "$(cat "$s/figures")" = before ]
+    run "$s/dense.bin" --ppl "$s/once.txt" -q --json "$s/figures"
+    [ "$(wc -l <"$s/figures")" -eq 1 ]
+}
+t json_spares_what_is_read
+
 row_22_models_are_compared_on_a_text() {
     succeeds run "$s/dense.bin" "$s/half.bin" --ppl "$s/king.txt" --ppl-tokens 100 --json "$s/both"
+    cp "$s/out" "$s/compared"
     [ "$(grep -o '"model":"[^"]*"' "$s/both" | tr '\n' ' ')" = "\"model\":\"$s/dense.bin\" \"model\":\"$s/half.bin\" " ]
     for name in dense half; do
-        run "$s/$name.bin" --ppl "$s/king.txt" --ppl-tokens 100 -q --json "$s/$name.ppl"
+        run "$s/$name.bin" --ppl "$s/king.txt" --ppl-tokens 100 -q --json "$s/$name.ppl" >"$s/alone"
         ppl=$(json perplexity "$s/$name.ppl")
+        grep -qx "ppl *$(printf %.4f "$ppl")" "$s/alone"
         grep -qF "\"perplexity\":$ppl," "$s/both"
-        grep -qE "^ *$(printf %.4f "$ppl") .* $s/$name.bin\$" "$s/err"
+        grep -qE "^ *$(printf %.4f "$ppl") .* $s/$name.bin\$" "$s/compared"
     done
-    grep -qE '^ *ppl +to first +nll' "$s/err"
-    grep -qE "\+0\.00 % .* $s/dense.bin" "$s/err"
-    lacks 'not comparable' "$s/err"
+    grep -qE '^ *ppl +to first +nll' "$s/compared"
+    grep -qE "\+0\.00 % .* $s/dense.bin" "$s/compared"
+    lacks 'not comparable' "$s/compared"
     refuses 1 "$s/none.bin: No such file" run "$s/dense.bin" "$s/none.bin" --ppl "$s/king.txt" -q
     refuses 2 'more than one MODEL, which only --ppl takes' run "$s/dense.bin" "$s/half.bin" -p "$once"
 }
@@ -656,6 +673,8 @@ run_refuses_wrong_arguments() {
 --dp attn=0.3|--dp attn=0.3
 --dp 2|--dp 2
 --stop needs a value|--stop
+--version takes no value|--version=1
+--help takes no value|--help=1
 exclude|-f x
 exclude|--ppl x
 --ppl-window 0|--ppl-window 0
@@ -873,8 +892,14 @@ resume_refuses_what_it_cannot_go_on_with() {
     refuses 2 'SOURCE is not the same' convert "$PWD/demo" "$s/new.bin" $options --resume -q
     refuses 2 '--sp is not the same' convert demo "$s/new.bin" $options --sp 0.4 --resume -q
     refuses 2 'calibration text' convert demo "$s/new.bin" $options --calib-len 100 --resume -q
-    succeeds convert demo "$s/new.bin" $options
-    grep -q '^note *--resume would have gone on after [4-7] of 8 layers; this starts anew$' "$s/err"
+    refuses 1 'state: the same conversion has come to [4-7] of 8 layers: --resume .* --force' \
+        convert demo "$s/new.bin" $options -q
+    refuses 1 'state: is what another conversion .*--force' convert demo "$s/new.bin" $plain -q
+    cp "$s/new.bin.partial" "$s/kept" && cp "$s/new.bin.partial.state" "$s/kept.state"
+    succeeds convert demo "$s/new.bin" $options --resume -q
+    mv "$s/kept" "$s/new.bin.partial" && mv "$s/kept.state" "$s/new.bin.partial.state" && rm "$s/new.bin"
+    succeeds convert demo "$s/new.bin" $options --force
+    grep -q '^note *replaces what the same conversion to this file had begun$' "$s/err"
     [ "$(find "$s" -name 'new.bin*' | wc -l)" -eq 1 ]
     interrupted 137 KILL '^layer 3 ' demo "$s/new.bin" $options --force
     patch "$s/new.bin.partial.state" 300 '\125\252'
@@ -1157,6 +1182,7 @@ END
     refuses 2 '--sp' convert demo "$s/new.bin" --sp ''
     refuses 2 'SOURCE and OUT' convert
     refuses 2 'OUT is missing' convert demo
+    refuses 2 '^convert: OUT is missing' convert --synthetic 64:128:2:4:2:97:64
     refuses 2 '--info' convert --info
     refuses 2 'missing' convert --synthetic 40:60:2:4:2:100:48
     absent new.bin
@@ -1312,6 +1338,9 @@ scores_are_those_of_perplexity() {
         echo "$score" >>"$s/new.scores"
     done
     [ "$(sort -u "$s/new.scores" | wc -l)" -eq 2 ]
+    # one token scored: no standard error
+    succeeds run "$s/dynamic.bin" --tokens --ppl "$s/new.tok" --ppl-window 8 --ppl-tokens 2 -q
+    grep -q '^nll .* +- n/a nats' "$s/out"
 }
 t scores_are_those_of_perplexity
 
@@ -1392,8 +1421,9 @@ bench_prints_a_table() {
     [ "$(grep -c '^tiled-cbc .* 0.40 ' "$s/out")" -eq 1 ]
     [ "$(grep -c '^dense ' "$s/out")" -eq 1 ]
     # Nothing to skip: one ratio.
-    succeeds run "$s/ids.bin" --bench --prompt-tokens 9 -n 5 -q -j 1
+    succeeds run "$s/ids.bin" --bench --prompt-tokens 9 -n 5 -j 1
     [ "$(grep -c '^dense .* 0.00 ' "$s/out")" -eq 1 ]
+    grep -q '^note *no rows for dynamic pruning: the file has no quantiles$' "$s/err"
     # Random weights have the dense model beside them.
     succeeds run --synthetic 64:128:2:4:2:97:64 --bench --prompt-tokens 9 -n 5 -q -j 1 --json "$s/figures"
     [ "$(grep -c '^tiled-cbc  0\.3' "$s/out")" -eq 3 ]
@@ -1493,6 +1523,14 @@ EOF
     differ "$s/alone" "$s/kept"
 }
 t chat_commands_do_what_they_say
+
+# A text that is pasted between quotes is one, whatever it begins with.
+chat_quotes_make_a_message_of_a_command() {
+    types "$once" '"""' /reset '"""' '"""/quit"""' /stats
+    succeeds run "$s/dense.bin" --chat -t 0 -n 4 <"$s/in"
+    grep -q '^context .*turns: 3,' "$s/err"
+}
+t chat_quotes_make_a_message_of_a_command
 
 chat_goes_on_when_the_context_is_full() {
     types "$once" 'The king said' 'And the queen' "$once $once $once $once $once $once $once $once $once" 'At last'

@@ -200,10 +200,11 @@ static void check_line(Input *in, const char *message, bool refused) {
 /* The next message of standard input that is one; NULL at its end. */
 static char *next_message(Input *in) {
     char *message = NULL;
+    bool quoted;
     Error err = {0};
     int rc;
     do {
-        rc = line_read(in->reader, &message, &err);
+        rc = line_read(in->reader, &message, &quoted, &err);
         CHECK(rc == OK || (rc == ERR_FORMAT && !message && strlen(err.text) > 0));
         if (in->rest) {
             check_line(in, message, rc != OK);

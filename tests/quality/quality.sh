@@ -70,8 +70,10 @@ choose_texts() {
 make_model() {
     local method=$1 sp=$2
     model=$WORK/$method-$sp.bin
+    local resume=()
+    [ ! -e "$model.partial.state" ] || resume=(--resume)  # the sweep was interrupted
     [ -e "$model" ] || "$BIN/convert" "$MODEL" "$model" --method "$method" --sp "$sp" --prune "$PRUNE" --dp 0.5 --calib "$CALIB" \
-        --calib-tokens "$CALIB_TOKENS" --calib-len "$WINDOW" "${CONVERT_OPTIONS[@]}" -q
+        --calib-tokens "$CALIB_TOKENS" --calib-len "$WINDOW" "${CONVERT_OPTIONS[@]}" "${resume[@]}" -q
 }
 
 # key of a flat JSON object
