@@ -38,10 +38,11 @@ typedef struct {
     size_t n_tokens;
     uint64_t seed, text_seed, dp_text_seed;
     Event event;
+    bool force;
 } Job;
 
-static const Job wanda = {METHOD_WANDA, 0.5, 0, true, false, STORE_AUTO, 1000, 1, 2, 2, {0}};
-static const Job with_dp = {METHOD_WANDA, 0.5, 0.3, true, false, STORE_AUTO, 1000, 1, 2, 2, {0}};
+static const Job wanda = {METHOD_WANDA, 0.5, 0, true, false, STORE_AUTO, 1000, 1, 2, 2, {0}, false};
+static const Job with_dp = {METHOD_WANDA, 0.5, 0.3, true, false, STORE_AUTO, 1000, 1, 2, 2, {0}, false};
 
 /* What a conversion came to. */
 typedef struct {
@@ -114,6 +115,7 @@ static int convert(const Job *job, const char *out, Error *err) {
         .source_name = "test",
         .n_threads = 1,
         .resume = job->resume,
+        .force = job->force,
         .quiet = true,
     };
     assert_int_equal(source_open_synthetic(&source, SHAPE, job->seed, err), OK);
@@ -250,14 +252,18 @@ static void expect_resumed(Job job, const Bytes *want) {
     assert_false(exists(".partial.state.new"));
 }
 
-static void expect_refused(Job job, int rc, const char *reason) {
-    job.resume = true;
+static void expect_error(Job job, int rc, const char *reason) {
     const Outcome o = run_job(job, path_of(""));
     assert_int_equal(o.rc, rc);
     if (!strstr(o.text, reason)) {
         fail_msg("\"%s\" lacks \"%s\"", o.text, reason);
     }
     assert_false(exists(""));
+}
+
+static void expect_refused(Job job, int rc, const char *reason) {
+    job.resume = true;
+    expect_error(job, rc, reason);
 }
 
 static void expect_nothing_left(void) {
@@ -357,8 +363,15 @@ static void a_full_disk_can_be_resumed_from(void **state) {
     free(want.data);
 }
 
+/* But not without being told so. */
 static void an_interrupted_conversion_may_be_started_anew(void **state) {
     (void)state;
+    const Bytes same = reference(wanda);
+    expect_stopped(wanda, (Event){SIGNAL, SIGTERM, TENSOR_Q, 3, 0}, 3);
+    expect_error(wanda, ERR_WRITE, ".state: the same conversion has come to 3 of 4 layers: --resume goes on with it");
+    expect_error(with_dp, ERR_WRITE, ".state: is what another conversion to this file has begun; --force replaces it");
+    expect_resumed(wanda, &same);
+    free(same.data);
     Job job = wanda;
     job.seed = 77;
     expect_stopped(job, (Event){SIGNAL, SIGTERM, TENSOR_Q, 3, 0}, 3);
@@ -367,6 +380,7 @@ static void an_interrupted_conversion_may_be_started_anew(void **state) {
         job = wanda;
         job.method = methods[m];
         const Bytes want = reference(job);
+        job.force = true;
         assert_int_equal(run_job(job, path_of("")).rc, OK);
         const Bytes got = read_all("");
         assert_int_equal(got.n, want.n);
