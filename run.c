@@ -735,9 +735,6 @@ static int measure_perplexity(PerplexityResult *result, Run *run, Error *err) {
         report_perplexity(&x, &p);
     }
     *result = p;
-    if (run->o.n_models == 1 || run->chatty) {
-        print_perplexity(run->o.n_models == 1 ? stdout : stderr, &p);  // those of several models are compared
-    }
     return run->json ? write_json_line(run, figures_json(&x, NULL, &p, NULL), err) : OK;
 }
 
@@ -757,8 +754,8 @@ static int measure_perplexities(Run *run, Error *err) {
         }
         rc = rc ? rc : measure_perplexity(&results[i], run, err);
     }
-    if (!rc && n > 1) {
-        print_comparison(run->o.models, results, n);
+    if (!rc && n > 1 && run->chatty) {
+        report_comparison(run->o.models, results, n);
     }
     free(results);
     return rc;
@@ -1112,12 +1109,16 @@ static int open_json(Run *run, Error *err) {
     }
     const bool is_new = lstat(path, &st) != 0;
     const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);  // what is there goes when there is a line
+    if (fd >= 0 && is_new) {
+        unfinished_set(path);  // until it has a line
+    }
     run->json = fd < 0 ? NULL : fdopen(fd, "w");
     if (!run->json) {
-        return error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
-    }
-    if (is_new) {
-        unfinished_set(path);  // until it has a line
+        error_set(err, ERR_WRITE, "%.300s: %s", path, strerror(errno));
+        if (fd >= 0) {
+            close(fd);
+        }
+        return ERR_WRITE;
     }
     return OK;
 }

@@ -76,10 +76,6 @@ static Figure spread(const PerplexityResult *p) {
     return f;
 }
 
-void print_perplexity(FILE *to, const PerplexityResult *p) {
-    fprintf(to, "nll       %.6f +- %s nats a token\nppl       %.4f\n", p->nll, spread(p).text, p->perplexity);
-}
-
 void report_perplexity(const Measured *x, const PerplexityResult *p) {
     fprintf(stderr,
             "protocol  %zu windows of %d, stride %d, prefix %d prefilled and not scored, no BOS inserted; "
@@ -88,16 +84,17 @@ void report_perplexity(const Measured *x, const PerplexityResult *p) {
     fprintf(stderr, "sparsity  static %.4f over the pruned matrices\n", checkpoint_sparsity(x->ck));
     report_skipped(x, p->sites);
     report_overlap(&p->overlap);
+    fprintf(stderr, "nll       %.6f +- %s nats a token\nppl       %.4f\n", p->nll, spread(p).text, p->perplexity);
     fprintf(stderr, "speed     %.1f tok/s\n", (double)p->n_scored / p->ms * 1e3);
 }
 
-void print_comparison(char *const *names, const PerplexityResult *results, int n) {
-    printf("\n%10s  %9s  %11s  %8s  model\n", "ppl", "to first", "nll", "+-");
+void report_comparison(char *const *names, const PerplexityResult *results, int n) {
+    fprintf(stderr, "\n%10s  %9s  %11s  %8s  model\n", "ppl", "to first", "nll", "+-");
     for (int i = 0; i < n; i++) {
         const PerplexityResult *p = &results[i];
-        printf("%10.4f  %+7.2f %%  %11.6f  %8s  %s%s\n", p->perplexity,
-               100 * (p->perplexity / results[0].perplexity - 1), p->nll, spread(p).text, names[i],
-               p->n_scored == results[0].n_scored ? "" : " (other tokens than the first: not comparable)");
+        fprintf(stderr, "%10.4f  %+7.2f %%  %11.6f  %8s  %s%s\n", p->perplexity,
+                100 * (p->perplexity / results[0].perplexity - 1), p->nll, spread(p).text, names[i],
+                p->n_scored == results[0].n_scored ? "" : " (other tokens than the first: not comparable)");
     }
 }
 

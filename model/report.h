@@ -22,9 +22,8 @@ typedef struct {
 void report_generation(const Measured *x, const GenerateResult *g);
 void report_perplexity(const Measured *x, const PerplexityResult *p);
 
-/* The result itself; on standard output, results (n) of as many models on one text side by side. */
-void print_perplexity(FILE *to, const PerplexityResult *p);
-void print_comparison(char *const *names, const PerplexityResult *results, int n);
+/* Results (n) of as many models on one text, side by side. */
+void report_comparison(char *const *names, const PerplexityResult *results, int n);
 
 /* The table of a benchmark, on stdout.
  *   ceiling  GB/s of a streaming read; NAN where it was not measured */
