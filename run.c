@@ -331,10 +331,10 @@ static double asked_or_0(double ratio) { return isnan(ratio) ? 0 : ratio; }
 /* What goes with random weights and what does not; and what follows from the rest of the options. */
 static int complete_synthetic(Options *o, Error *err) {
     if (!o->synthetic.shape) {
-        const bool allowed = !o->synthetic_only || (o->bench && strcmp(o->synthetic_only, "--prompt-tokens") == 0);
-        const char *with = strcmp(o->synthetic_only ? o->synthetic_only : "", "--prompt-tokens") == 0
-                               ? "--synthetic or --bench" : "--synthetic";
-        return !allowed ? error_set(err, ERR_USAGE, "%s goes with %s", o->synthetic_only, with) : OK;
+        const bool prompt = o->synthetic_only && strcmp(o->synthetic_only, "--prompt-tokens") == 0;
+        return o->synthetic_only && !(o->bench && prompt)
+                   ? error_set(err, ERR_USAGE, "%s goes with --synthetic%s", o->synthetic_only, prompt ? " or --bench" : "")
+                   : OK;
     }
     const char *excluded = o->n_prompts > 0               ? "-p: there is no tokenizer"
                            : o->n_stops > 0               ? "--stop: there is no tokenizer"
@@ -846,16 +846,15 @@ static int score_all(Run *run, Error *err) {
     return rc;
 }
 
-/* Rows that the model cannot have are left out, unless they were asked for: then that is an error. */
 static void note_rows_left_out(const Run *run, const BenchPlan *plan) {
-    for (int i = 0; i < plan->n_prompts && plan->n_prompts > 1; i++) {
-        if (plan->prompts[i] > run->model.seq_len - plan->n_new) {
+    for (int i = 0; i < plan->n_prompts; i++) {
+        if (plan->n_prompts > 1 && !bench_fits(&run->model, plan, i)) {
             fprintf(stderr, "note      no rows for a prompt of %d: with %d new tokens it does not fit in the context of %d\n",
                     plan->prompts[i], plan->n_new, run->model.seq_len);
         }
     }
-    if (plan->n_dp > 1 && !run->o.synthetic.shape && !checkpoint_find(&run->ck, SECTION_QUANTILES, -1)) {
-        fputs("note      no rows for dynamic pruning: the file has no quantiles\n", stderr);
+    if (plan->n_dp > 1 && !bench_skips(&run->ck, run->o.synthetic.shape ? &run->synthetic : NULL)) {
+        fputs("note      no rows for dynamic pruning: the model has no thresholds, or stores nothing compressed\n", stderr);
     }
 }
 

@@ -132,8 +132,9 @@ static int measure_prompt(Measuring *x, int n_prompt, int n_dp, Error *err) {
     return rc;
 }
 
-/* Can the model follow a ratio? */
-static bool skips(const Checkpoint *ck, const Synthetic *synthetic) {
+bool bench_fits(const Model *m, const BenchPlan *plan, int i) { return plan->prompts[i] <= m->seq_len - plan->n_new; }
+
+bool bench_skips(const Checkpoint *ck, const Synthetic *synthetic) {
     return has_tiled(ck) &&
            (synthetic ? synthetic->params.dp > 0 : checkpoint_find(ck, SECTION_QUANTILES, -1) != NULL);
 }
@@ -143,7 +144,7 @@ int bench_model(Bench *b, Model *m, Checkpoint *ck, Synthetic *synthetic, double
     CHECK(plan->n_new >= 2);
     int fit[2], n_fit = 0, longest = 0;
     for (int i = 0; i < plan->n_prompts; i++) {
-        if (plan->prompts[i] <= m->seq_len - plan->n_new) {
+        if (bench_fits(m, plan, i)) {
             fit[n_fit++] = plan->prompts[i];
             longest = plan->prompts[i] > longest ? plan->prompts[i] : longest;
         }
@@ -153,7 +154,7 @@ int bench_model(Bench *b, Model *m, Checkpoint *ck, Synthetic *synthetic, double
                          "a prompt of %d tokens and %d new ones do not fit in the context of %d",
                          plan->prompts[0], plan->n_new, m->seq_len);
     }
-    const int n_dp = skips(ck, synthetic) ? plan->n_dp : 1;
+    const int n_dp = bench_skips(ck, synthetic) ? plan->n_dp : 1;
     Measuring x = {
         .bench = b,
         .m = m,

@@ -40,6 +40,10 @@ typedef struct {
     char device[sizeof((Backend *)0)->device];
 } Bench;
 
+/* Is there room for prompt i, and can the model follow a dynamic ratio? Rows that it cannot have are left out. */
+bool bench_fits(const Model *m, const BenchPlan *plan, int i);
+bool bench_skips(const Checkpoint *ck, const Synthetic *synthetic);
+
 /* Add the rows of a model. Prompts are random ids, tokens are chosen greedily, ends of sequence are passed
  * over. For each row one generation warms up and does not count; then BENCH_REPEATS are measured.
  *   m          loaded from ck; its thresholds are lost
