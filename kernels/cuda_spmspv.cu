@@ -7,18 +7,18 @@
  *
  *   compact     The block lists the active columns of its slice with ballots. Its warps share the list evenly, so no
  *               warp walks over skipped columns.
- *   index       A warp takes 32 active columns at a time. Lane = column: it reads ColInfo and the column's 32 bytes of
- *               bitmap, counts bits, and leaves for each group of 32 rows (bitmap word, x and the address of the group's
- *               first value) in shared memory. The rank of every group costs a fraction of an instruction this way.
- *   copy        Values of the columns come through cp.async, STAGE_COLUMNS columns a stage, 8 lanes a column, 16 bytes a
- *               lane (columns begin on 16 bytes), STAGES stages in flight. A slot holds the widest column of the matrix.
- *   decode      Lane = 4 neighbouring rows in each half of the tile: 4 bits of a bitmap word. (Neighbouring lanes then read
- *               neighbouring words of shared memory; 8 rows a lane save a few instructions and double the bank
- *               conflicts.) The lane loads the three aligned words that hold its at most 4 values wherever they begin,
- *               shifts them to the start, and spreads them to their rows with byte permutes; selectors come from a
- *               table of 16 entries. A row whose bit is 0 gets a zero from the permute itself: what was loaded and is
- *               not selected is never multiplied.
- *   multiply    fp16 pairs, FLUSH_COLUMNS columns long, then fp32.
+ *   index       A warp takes 32 active columns at a time. Lane = column: it reads ColInfo and the column's 32 bytes
+ *               of bitmap, counts bits, and leaves for each group of 32 rows (word, address of its first value) in
+ *               shared memory. The rank of every group costs a fraction of an instruction this way.
+ *   copy        Values of the columns come through cp.async, STAGE_COLUMNS columns a stage, 8 lanes a column, 16
+ *               bytes a lane, STAGES stages in flight. A column goes to the place in its slot where it lies in
+ *               128-byte lines as it does in global memory: copies whose two sides differ in that fetch half of
+ *               their sectors twice.
+ *   multiply    Lane = 4 neighbouring rows in each half of the tile: 4 bits of a word. (Neighbouring lanes then
+ *               read neighbouring words of shared memory; 8 rows a lane double the bank conflicts.) Rows whose bit is
+ *               set take the values from the lane's rank on, one after the other, under predicates that one
+ *               instruction makes from the bits: what is not selected is never loaded. Products are summed in fp16,
+ *               FLUSH_COLUMNS columns long, then in fp32.
  *
  * Sums of warps, then of slices, are added in a fixed order: the block of a tile row that arrives last adds the
  * slices' partial sums from the workspace and applies the epilogue. Barriers are those of the warp except around
@@ -32,7 +32,7 @@
 
 namespace {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 12;
 constexpr int THREADS = 32 * WARPS;
 constexpr int STAGE_COLUMNS = 4;   // one cp.async instruction serves so many columns
 constexpr int STAGES = 2;
@@ -42,47 +42,38 @@ constexpr int FLUSH_COLUMNS = 16;  // products summed in fp16 before they go to 
 constexpr int GROUPS = TILE_M / 32;
 constexpr int ROWS_PER_LANE = TILE_M / 32;
 constexpr int HALVES = 2;          // of a tile: 128 rows, 4 for each lane
-constexpr int INDEX_STRIDE = 8 * GROUPS + 16;  // bytes of one column's index: 16 more keep the banks apart
-constexpr int RING_SLACK = 16;     // a decode may read past the last value of the last slot
-constexpr int MAX_SLICE = 4096;    // columns
+constexpr unsigned SIZE = sizeof(half);  // bytes of a value
+constexpr int PIECE = 16;          // bytes that one lane copies at once
+constexpr int LINE = 128;
+constexpr int LINE_PIECES = LINE / PIECE;
+constexpr int GROUP_STRIDE = 16 * CHUNK + 16;  // bytes of one group in the index: 16 more keep the banks apart
+constexpr int INDEX_BYTES = GROUPS / HALVES * GROUP_STRIDE;
+constexpr int MAX_SLICE = 4096;    // columns; shared memory may allow fewer
 constexpr int STATIC_SHARED = 1024; // bytes of the kernel's own variables, generously
 constexpr int RESERVED_SHARED = 1024; // bytes that CUDA takes for every block on an SM
-constexpr int MIN_BLOCKS = 4;      // that shall fit on an SM: bounds the registers
+constexpr int MIN_BLOCKS = 3;      // that shall fit on an SM: bounds the registers
 
-static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane decodes 4 bits of a bitmap word in each half of the tile");
+static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane takes 4 bits of a bitmap word in each half of the tile");
 static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, "flushes fall between stages");
-static_assert(TILE_M * sizeof(half) == 4 * 128, "a column is at most four copies of 8 lanes x 16 bytes");
-static_assert(THREADS == TILE_M, "the final sums take one row a thread");
-
-/* How 4 rows take their values from a window of 4 (p: the first two, r: the next two). One entry for each 4 bits: in its
- * low half the byte permute of (p, 0) for rows 1 and 0, in its high half that of (q, 0) for rows 3 and 2, where q is
- * the window behind the values of rows 0 and 1. Permutes pick from 8 bytes: 0 .. 3 of the first word, 4 .. 7 of the
- * second, which is zero here. Which of its bytes stand for zero is chosen such that min(entry & SHIFT_MASK, 32) is how
- * many bits lie between p and q: a table of half the size costs half the wavefronts. */
-constexpr unsigned SHIFT_MASK = 0x30;
-
-__device__ unsigned make_selector(unsigned bits) {
-    const auto spread_pair = [](unsigned two) {
-        const unsigned first = two & 1 ? 0x10u : 0x44u;
-        const unsigned second = two & 2 ? (two & 1 ? 0x32u : 0x10u) : (two & 1 ? 0x55u : 0x44u);
-        return second | first << 8;
-    };
-    return spread_pair(bits & 3) | spread_pair(bits >> 2) << 16;
-}
+static_assert(STAGE_COLUMNS * LINE_PIECES == 32, "a warp copies a line of each of a stage's columns at once");
+static_assert(TILE_M * sizeof(half) == 4 * LINE, "a column lies in at most five lines");
+static_assert(COLUMN_ALIGN * sizeof(fp16) == PIECE, "columns begin with a piece");
+static_assert(THREADS > TILE_M, "the final sums take a thread a row, and a warp to count");
 
 /* Shared memory, in this order. */
 struct Layout {
-    int index, ring, list, input;  // byte offsets; index and ring are a warp's, WARPS times
-    int ring_bytes;                // of one warp
+    int ring, index, chunk_x, list, input;  // byte offsets; the first three are a warp's, WARPS times
+    int ring_bytes;                         // of one warp
     int total;
 };
 
 __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) {
     Layout l;
-    l.index = 0;
-    l.ring = l.index + WARPS * CHUNK * INDEX_STRIDE;
-    l.ring_bytes = RING_COLUMNS * slot_bytes + RING_SLACK;
-    l.list = l.ring + WARPS * l.ring_bytes;
+    l.ring_bytes = RING_COLUMNS * slot_bytes;
+    l.ring = 0;
+    l.index = l.ring + WARPS * l.ring_bytes;
+    l.chunk_x = l.index + WARPS * INDEX_BYTES;
+    l.list = l.chunk_x + WARPS * CHUNK * (int)sizeof(fp16);
     l.input = l.list + slice_cols * (int)sizeof(uint16_t);
     l.total = l.input + slice_cols * (int)sizeof(half);
     return l;
@@ -127,89 +118,62 @@ __device__ int compact(uint16_t *list, fp16 *input, const fp16 *x, int n_cols, f
     return total;
 }
 
-/* Shared memory by 32-bit address: the compiler's own addressing spends instructions on generic pointers. */
-__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ unsigned load_shared(unsigned address) {
-    unsigned v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-__device__ __forceinline__ uint2 load_shared_2(unsigned address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
-}
-
-/* Byte permute whose selector is known to be clean: __byte_perm() would mask it first. */
-__device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
-    unsigned v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
-    return v;
-}
-
-/* cp.async of 16 bytes at OFFSET behind both addresses, if OFFSET / 16 pieces are fewer than n. */
-template <int OFFSET> __device__ __forceinline__ void copy_piece(unsigned to, const void *from, int n) {
+/* cp.async of a piece at line LINES behind both addresses, if the lane has more than LINES * LINE_PIECES left. */
+template <int LINES> __device__ __forceinline__ void copy_piece(unsigned to, const void *from, int left) {
     asm volatile("{ .reg .pred p; setp.gt.s32 p, %2, %3;\n @p cp.async.cg.shared.global [%0 + %4], [%1 + %4], 16; }"
                  :
-                 : "r"(to), "l"(from), "r"(n), "n"(OFFSET / 16), "n"(OFFSET)
+                 : "r"(to), "l"(from), "r"(left), "n"(LINES * LINE_PIECES), "n"(LINES * LINE)
                  : "memory");
 }
 
 /* What lane = column knows of its column of a chunk. */
 struct ColumnIndex {
-    unsigned first;  // of its values, in pieces of 16 bytes
-    int pieces;
+    unsigned line;   // in which its values begin, counted from the line of the matrix's first value
+    unsigned place;  // shared address of its first value | its pieces << PIECES_SHIFT
     unsigned nnz;
 };
+constexpr int PIECES_SHIFT = 20;  // an SM has far less shared memory than 2^20 bytes
 
-/* Read the index of column `column` of the matrix, leave (word, shared address of its first value | x << 16) of each
- * group of rows in `index`; slot is the same for the column's first value. */
-__device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, size_t column, unsigned slot) {
-    const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + column * BITMAP_WORDS);
-    const unsigned info = __ldg(w.col_info + column);
-    const unsigned first = __ldg(w.tile_offset + column / TILE_K) + (info >> 16) / COLUMN_ALIGN;
+/* Read the index of column `column` of the matrix. Leave in `index`, for each group of 32 rows and the same group of
+ * the tile's other half: (word, shared address of its first value, the other's word and address). slot: where the
+ * column may go. A lane whose column is not `present` reads it all the same, and leaves one without bits or values. */
+__device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, bool present, unsigned column,
+                                  unsigned slot) {
+    const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + (size_t)column * BITMAP_WORDS);
+    const unsigned keep = present ? ~0u : 0;
+    const unsigned info = __ldg(w.col_info + column) & keep, nnz = info & 0xffff;
+    const unsigned matrix = (unsigned)(reinterpret_cast<uintptr_t>(w.values) / PIECE % LINE_PIECES);  // in its line
+    const unsigned first = matrix + __ldg(w.tile_offset + column / TILE_K) + (info >> 16) / COLUMN_ALIGN;
     const uint4 low = __ldg(bitmap), high = __ldg(bitmap + 1);
-    const unsigned words[GROUPS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    uint4 *out = reinterpret_cast<uint4 *>(index);
+    const unsigned words[GROUPS] = {low.x & keep,  low.y & keep,  low.z & keep,  low.w & keep,
+                                    high.x & keep, high.y & keep, high.z & keep, high.w & keep};
+    const unsigned place = slot + (first * PIECE - slot) % LINE;
+    unsigned group[GROUPS];
+    group[0] = place;
 #pragma unroll
-    for (int g = 0; g < GROUPS; g += 2) {
-        const unsigned second = slot + 2 * __popc(words[g]);
-        out[g / 2] = make_uint4(words[g], slot, words[g + 1], second);
-        slot = second + 2 * __popc(words[g + 1]);
+    for (int g = 1; g < GROUPS; g++) {
+        group[g] = group[g - 1] + SIZE * __popc(words[g - 1]);
     }
-    const unsigned nnz = info & 0xffff;
-    return {first, (int)(nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN, nnz};
+#pragma unroll
+    for (int g = 0; g < GROUPS / HALVES; g++) {
+        const int other = g + GROUPS / HALVES;
+        *reinterpret_cast<uint4 *>(index + g * GROUP_STRIDE) =
+            make_uint4(words[g], group[g], words[other], group[other]);
+    }
+    return {first / LINE_PIECES, place | (nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN << PIECES_SHIFT, nnz};
 }
 
-/* The lane's four rows in each half of a column: sum += x * the rows' values, rows of a pair swapped.
- *   group      for each half: bitmap word, shared address of its first value | x << 16
- *   bit_shift  where the rows' four bits begin in the word; `below` masks the bits before them
- *   selectors  shared address of the table, 128-byte aligned
- * All loads come before their uses, so that those of both halves are in flight together. */
-__device__ __forceinline__ void multiply_column(half2 *sum, const uint2 group[HALVES], unsigned below,
-                                                unsigned bit_shift, unsigned selectors) {
-    unsigned shift[HALVES], w[HALVES][3], s[HALVES];
-    const unsigned x_twice = permute(group[0].y, 0, 0x3232);
-    const half2 x = *reinterpret_cast<const half2 *>(&x_twice);
+/* The lane's four rows of one group: sum[i] += x * value for each row i whose bit is set.
+ *   bits   the four rows' bits, from bit 1 on: there the compiler makes predicates of all at once
+ *   value  shared address of the first set row's value, the next ones' follow */
+__device__ __forceinline__ void multiply_rows(half2 *sum, unsigned bits, unsigned value, half2 x) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-        // 4 bytes an entry: turn the four bits to bit 2 and add the table's address in one operation
-        s[h] = load_shared((__funnelshift_r(group[h].x, group[h].x, bit_shift - 2) & 0x3c) | selectors);
-        const unsigned address = group[h].y + 2 * __popc(group[h].x & below), word = address & 0xfffc;
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            w[h][i] = load_shared(word + 4 * i);
+    for (int i = 0; i < 4; i++) {
+        if (bits & (2u << i)) {
+            const half *v = static_cast<const half *>(__cvta_shared_to_generic(value));
+            sum[i] = __hfma2(__half2half2(*v), x, sum[i]);
+            value += SIZE;
         }
-        shift[h] = address * 8;  // 0 or 16: only the low five bits count
-    }
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-        const unsigned p = __funnelshift_r(w[h][0], w[h][1], shift[h]);
-        const unsigned r = __funnelshift_r(w[h][1], w[h][2], shift[h]);
-        const unsigned q = __funnelshift_rc(p, r, s[h] & SHIFT_MASK);
-        const unsigned v10 = permute(p, 0, s[h]), v32 = permute(q, 0, s[h] >> 16);
-        sum[2 * h] = __hfma2(*reinterpret_cast<const half2 *>(&v10), x, sum[2 * h]);
-        sum[2 * h + 1] = __hfma2(*reinterpret_cast<const half2 *>(&v32), x, sum[2 * h + 1]);
     }
 }
 
@@ -218,25 +182,22 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     spmspv_kernel(void *out, const TiledCbc w, const fp16 *x,
                   const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
                   unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ __align__(128) unsigned selectors[16];
+    extern __shared__ __align__(LINE) unsigned char shared[];
     __shared__ unsigned warp_nnz[WARPS];
     __shared__ bool last;
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slice = blockIdx.x, tile_row = blockIdx.y;
     const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
-    const size_t row_start = (size_t)tile_row * ((w.cols + TILE_K - 1) / TILE_K * TILE_K) + first_col;
+    const unsigned padded_cols = ((unsigned)w.cols + TILE_K - 1) / TILE_K * TILE_K;
+    const unsigned row_start = (unsigned)tile_row * padded_cols + (unsigned)first_col;  // as a number of a column
     uint16_t *list = reinterpret_cast<uint16_t *>(shared + layout.list);
     fp16 *input = reinterpret_cast<fp16 *>(shared + layout.input);
-    if (threadIdx.x < 16) {
-        selectors[threadIdx.x] = make_selector(threadIdx.x);
-    }
 
     const float limit = threshold ? *threshold : 0.0f;  // no kernel writes it
     wait_for_previous();  // x, the workspace and the counters are the previous kernels'
 
-    // compact (its barriers also publish the selectors)
+    // compact
     bool finite = true;
     const int n_active = compact(list, input, x + first_col, n_cols, limit, &finite);
     if (tile_row == 0) {
@@ -245,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (threadIdx.x == 0) {
             // all ColInfo and TileOffset, but only the bitmaps of active columns; values are counted as nonzeros
-            const size_t columns = (w.cols + TILE_K - 1) / TILE_K * TILE_K * gridDim.y;
+            const size_t columns = (size_t)padded_cols * gridDim.y;
             ProductStats *products = &report->products[site];
             count(&products->elements, slice == 0 ? w.rows * w.cols : 0);
             count(&products->active_elements, n_active * w.rows);
@@ -254,49 +215,45 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    unsigned char *index = shared + layout.index + warp * CHUNK * INDEX_STRIDE;
-    const unsigned ring = shared_address(shared + layout.ring + warp * layout.ring_bytes);
-    const unsigned bit_shift = 4 * (lane % 8), below = (1u << bit_shift) - 1;
-    const unsigned table = shared_address(selectors), index_base = shared_address(index);
-    const unsigned lane_index = index_base + lane / 8 * 8;
+    unsigned char *index = shared + layout.index + warp * INDEX_BYTES;
+    fp16 *chunk_x = reinterpret_cast<fp16 *>(shared + layout.chunk_x) + warp * CHUNK;
+    const unsigned ring = (unsigned)__cvta_generic_to_shared(shared + layout.ring + warp * layout.ring_bytes);
+    // the lane's rows: where their bits begin in a word, turned to bit 1; the bits before them
+    const unsigned bit = 4 * (lane % 8), turn = bit - 1, below = (1u << bit) - 1;
     // copies: 8 lanes a column
-    const int copy_column = lane / 8, copy_lane = lane % 8;
-    const unsigned copy_to = ring + copy_column * slot_bytes + 16 * copy_lane;
-    const unsigned char *copy_from = reinterpret_cast<const unsigned char *>(w.values) + 16 * copy_lane;
-    asm volatile("" : "+l"(copy_from));  // one sum: the compiler would add its parts anew for every copy
+    const int copy_column = lane / LINE_PIECES, copy_lane = lane % LINE_PIECES;
+    const unsigned char *copy_from = reinterpret_cast<const unsigned char *>(
+        reinterpret_cast<uintptr_t>(w.values) / LINE * LINE + PIECE * copy_lane);
     float sum[ROWS_PER_LANE] = {0};
     unsigned nnz = 0;
 
-    const int share = (n_active + WARPS - 1) / WARPS;
-    const int begin = warp * share, end = min(begin + share, n_active);
+    // whole stages for all warps but the last
+    const int stages_per_warp = (n_active + WARPS * STAGE_COLUMNS - 1) / (WARPS * STAGE_COLUMNS);
+    const int share = stages_per_warp * STAGE_COLUMNS;
+    const int begin = min(warp * share, n_active), end = min(begin + share, n_active);
     for (int chunk = begin; chunk < end; chunk += CHUNK) {
         const int m = min(CHUNK, end - chunk);
-        // index: lanes without a column leave one without bits, and copy nothing
-        ColumnIndex column = {0, 0, 0};
-        if (lane < m) {
-            column = read_index(index + lane * INDEX_STRIDE, w, row_start + list[chunk + lane],
-                                (ring + lane % RING_COLUMNS * slot_bytes) | (unsigned)input[chunk + lane] << 16);
-            nnz += column.nnz;
-        } else {
-            uint4 *empty = reinterpret_cast<uint4 *>(index + lane * INDEX_STRIDE);
-#pragma unroll
-            for (int g = 0; g < GROUPS / 2; g++) {
-                empty[g] = make_uint4(0, ring, 0, ring);
-            }
-        }
+        const bool present = lane < m;
+        const unsigned k = row_start + (present ? list[chunk + lane] : 0);
+        const ColumnIndex column =
+            read_index(index + 16 * lane, w, present, k, ring + lane % RING_COLUMNS * slot_bytes);
+        nnz += column.nnz;
+        chunk_x[lane] = present ? input[chunk + lane] : 0;
         __syncwarp();
 
         const auto copy_stage = [&](int stage) {
             const int j = stage * STAGE_COLUMNS + copy_column;
-            const unsigned first = __shfl_sync(~0u, column.first, j);
-            int n = __shfl_sync(~0u, column.pieces, j) - copy_lane;
-            n = stage < CHUNK / STAGE_COLUMNS ? n : 0;  // the shuffle wraps around behind the last column
-            const unsigned to = copy_to + stage % STAGES * (STAGE_COLUMNS * slot_bytes);
-            const unsigned char *from = copy_from + (size_t)first * 16;
-            copy_piece<0>(to, from, n);
-            copy_piece<128>(to, from, n);
-            copy_piece<256>(to, from, n);
-            copy_piece<384>(to, from, n);
+            const unsigned line = __shfl_sync(~0u, column.line, j), place = __shfl_sync(~0u, column.place, j);
+            const int phase = (int)(place % LINE / PIECE);  // pieces of the first line before the column's
+            int left = (int)(place >> PIECES_SHIFT) + phase - copy_lane;
+            left = stage < CHUNK / STAGE_COLUMNS ? left : 0;  // the shuffle wraps around behind the last column
+            const unsigned to = (place & ((1u << PIECES_SHIFT) - LINE)) + PIECE * copy_lane;
+            const unsigned char *from = copy_from + (size_t)line * LINE;
+            copy_piece<0>(to, from, copy_lane >= phase ? left : 0);
+            copy_piece<1>(to, from, left);
+            copy_piece<2>(to, from, left);
+            copy_piece<3>(to, from, left);
+            copy_piece<4>(to, from, left);
             copy_async_commit();  // a group for every stage, full or not, so that waiting can count
         };
 #pragma unroll
@@ -305,36 +262,29 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         const int n_stages = (m + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
         for (int flush = 0; flush < n_stages; flush += FLUSH_COLUMNS / STAGE_COLUMNS) {
-            half2 pairs[ROWS_PER_LANE / 2];
-#pragma unroll
-            for (int i = 0; i < ROWS_PER_LANE / 2; i++) {
-                pairs[i] = __half2half2(__ushort_as_half(0));
-            }
+            half2 part[ROWS_PER_LANE] = {};  // both halves alike
             const int stages_end = min(flush + FLUSH_COLUMNS / STAGE_COLUMNS, n_stages);
             for (int stage = flush; stage < stages_end; stage++) {
+                // Other lanes may still read what this copy overwrites. (With this barrier at the end of the loop the
+                // compiler needs a third more instructions for the predicated ones before it.)
+                __syncwarp();
                 copy_stage(stage + STAGES - 1);
                 copy_async_wait<STAGES - 1>();
                 __syncwarp();  // every lane's copies of this stage have come
-                const unsigned at = stage * (STAGE_COLUMNS * INDEX_STRIDE);
-                uint2 group[STAGE_COLUMNS][HALVES];
+                const int at = stage * STAGE_COLUMNS;
+                const half2 *pairs = reinterpret_cast<const half2 *>(chunk_x + at);
+                const uint4 *groups = reinterpret_cast<const uint4 *>(index + lane / 8 * GROUP_STRIDE) + at;
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
-#pragma unroll
-                    for (int h = 0; h < HALVES; h++) {
-                        group[c][h] = load_shared_2(lane_index + at + c * INDEX_STRIDE + h * 8 * GROUPS / HALVES);
-                    }
+                    const half2 x2 = c % 2 ? __high2half2(pairs[c / 2]) : __low2half2(pairs[c / 2]);
+                    const uint4 g = groups[c];
+                    multiply_rows(part, __funnelshift_r(g.x, g.x, turn), g.y + SIZE * __popc(g.x & below), x2);
+                    multiply_rows(part + 4, __funnelshift_r(g.z, g.z, turn), g.w + SIZE * __popc(g.z & below), x2);
                 }
-#pragma unroll
-                for (int c = 0; c < STAGE_COLUMNS; c++) {
-                    multiply_column(pairs, group[c], below, bit_shift, table);
-                }
-                __syncwarp();  // before the next copy overwrites what other lanes may still read
             }
 #pragma unroll
-            for (int i = 0; i < ROWS_PER_LANE / 2; i++) {
-                const float2 f = __half22float2(pairs[i]);
-                sum[2 * i + 1] += f.x;
-                sum[2 * i] += f.y;
+            for (int i = 0; i < ROWS_PER_LANE; i++) {
+                sum[i] += __low2float(part[i]);
             }
         }
         copy_async_wait<0>();
@@ -356,27 +306,34 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     __syncthreads();
     const int row = threadIdx.x;
+    const bool has_row = row < TILE_M;  // warps have rows or have none
     float y = 0;
-    nnz = 0;
+    if (has_row) {
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-        y += warp_sums[i * TILE_M + row];
-        nnz += warp_nnz[i];
+        for (int i = 0; i < WARPS; i++) {
+            y += warp_sums[i * TILE_M + row];
+        }
     }
-    if (row == 0 && nnz > 0) {
-        count(&report->products[site].active_nonzeros, nnz);
+    if (warp == WARPS - 1) {
+        nnz = __reduce_add_sync(~0u, lane < WARPS ? warp_nnz[lane] : 0);
+        if (lane == 0 && nnz > 0) {
+            count(&report->products[site].active_nonzeros, nnz);
+        }
     }
 
     // asked for before it is known who needs it: the wait for it hides behind the one for the other blocks
     const size_t out_row = (size_t)tile_row * TILE_M + row;
-    const float old = EPILOGUE == EPILOGUE_ADD && out_row < w.rows ? static_cast<float *>(out)[out_row] : 0.0f;
+    const bool writes = has_row && out_row < w.rows;
+    const float old = EPILOGUE == EPILOGUE_ADD && writes ? static_cast<float *>(out)[out_row] : 0.0f;
 
     // sums of the slices, by the block that comes last
     const int n_slices = gridDim.x;
     if (n_slices > 1) {
         const size_t padded = (size_t)gridDim.y * TILE_M;
         float *partial = workspace + (size_t)tile_row * TILE_M + row;
-        __stcg(partial + slice * padded, y);
+        if (has_row) {
+            __stcg(partial + slice * padded, y);
+        }
         __syncthreads();
         if (row == 0) {
             last = arrive(&arrived[tile_row]) == (unsigned)n_slices - 1;
@@ -385,10 +342,12 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (!last) {
             return;
         }
-        y = 0;
+        if (has_row) {
+            y = 0;
 #pragma unroll 8
-        for (int s = 0; s < n_slices; s++) {
-            y += __ldcg(partial + s * padded);
+            for (int s = 0; s < n_slices; s++) {
+                y += __ldcg(partial + s * padded);
+            }
         }
         if (row == 0) {
             arrived[tile_row] = 0;  // for the next launch
@@ -397,21 +356,27 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     if (EPILOGUE == EPILOGUE_SWIGLU) {
         const float up = __shfl_down_sync(~0u, y, 1);
-        if (row % 2 == 0 && out_row < w.rows) {
+        if (row % 2 == 0 && writes) {
             static_cast<half *>(out)[out_row / 2] = __float2half_rn(silu(y) * up);
         }
-    } else if (out_row < w.rows) {
+    } else if (writes) {
         static_cast<float *>(out)[out_row] = old + y;
     }
 }
 
-/* Columns of a slice. The fullest SM decides: it computes its blocks MIN_BLOCKS at a time, and fewer blocks at once,
- * which cannot hide each other's waiting, take longer than their share. Every block costs some columns before it
- * multiplies, every chunk of a warp some for its index, every slice some in the final sum. The constants fit measured
- * times with half of the columns active (tests/bench/NOTES.md). */
-int choose_slice(const CudaLaunch *c, const Matrix *w) {
-    constexpr double TIME_OF[MIN_BLOCKS] = {0, 2.0, 2.3, 3.15};  // blocks at once, where MIN_BLOCKS take MIN_BLOCKS
-    constexpr double BLOCK_COLUMNS = 200, CHUNK_COLUMNS = 140, SLICE_COLUMNS = 34;
+/* Blocks that an SM holds at once, at most MIN_BLOCKS; 0: not even one. */
+int blocks_at_once(const CudaLaunch *c, const Layout &layout) {
+    const size_t block = (size_t)layout.total + STATIC_SHARED + RESERVED_SHARED;
+    return (int)min_size(MIN_BLOCKS, (c->shared_per_block + RESERVED_SHARED) / block);
+}
+
+/* Columns of a slice. The fullest SM decides: it computes its blocks as many at a time as it has room for, and fewer
+ * at once, which cannot hide each other's waiting, take longer than their share. Every block costs some columns
+ * before it multiplies, every chunk of a warp some for its index, every slice some in the final sum. The constants
+ * fit measured times with half of the columns active (tests/bench/NOTES.md). */
+int choose_slice(const CudaLaunch *c, const Matrix *w, int slot_bytes) {
+    constexpr double TIME_OF[MIN_BLOCKS + 1] = {0, 1.9, 2.2, 3};  // blocks at once
+    constexpr double BLOCK_COLUMNS = 200, CHUNK_COLUMNS = 140, SLICE_COLUMNS = 32;
     constexpr double ACTIVE = 0.52;  // half, and some more by chance
     constexpr size_t STEP = 32;
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows);
@@ -420,12 +385,19 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
     double best_cost = INFINITY;
     for (size_t slices = 1; slices <= min_size(most, ceil_div(w->cols, STEP)); slices++) {
         const size_t slice = round_up(ceil_div(w->cols, slices), STEP);
+        if (slice > MAX_SLICE) {
+            continue;
+        }
+        const int at_once = blocks_at_once(c, shared_layout((int)slice, slot_bytes));
+        if (at_once == 0) {
+            continue;
+        }
         const size_t per_sm = ceil_div(tile_rows * slices, (size_t)c->n_sms);
-        const double time = (double)(per_sm / MIN_BLOCKS * MIN_BLOCKS) + TIME_OF[per_sm % MIN_BLOCKS];
+        const double time = (double)(per_sm / at_once) * TIME_OF[at_once] + TIME_OF[per_sm % at_once];
         const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
         const double block = (double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS;
         const double cost = block * time + SLICE_COLUMNS * (double)slices;
-        if (slice <= MAX_SLICE && cost < best_cost) {
+        if (cost < best_cost) {
             best = slice;
             best_cost = cost;
         }
@@ -439,7 +411,7 @@ int choose_slice(const CudaLaunch *c, const Matrix *w) {
  * from taking more blocks than its share of the grid; an SM has shared_per_block and RESERVED_SHARED of it. */
 size_t shared_bytes(const CudaLaunch *c, const Layout &layout, const dim3 &grid) {
     const size_t needed = (size_t)layout.total, per_sm = ceil_div((size_t)grid.x * grid.y, (size_t)c->n_sms);
-    if (!c->overlap || per_sm >= MIN_BLOCKS) {
+    if (!c->overlap || per_sm >= (size_t)blocks_at_once(c, layout)) {
         return needed;
     }
     const size_t share = (c->shared_per_block + RESERVED_SHARED) / per_sm / 128 * 128;
@@ -449,14 +421,13 @@ size_t shared_bytes(const CudaLaunch *c, const Layout &layout, const dim3 &grid)
 template <Epilogue EPILOGUE>
 void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, const float *threshold, int slice_cols) {
     const auto kernel = spmspv_kernel<EPILOGUE>;
-    // At least one piece: lanes without a column still point at a slot.
-    const int slot_bytes = (int)(max_size(w->cbc.max_col_values, COLUMN_ALIGN) * sizeof(fp16));
-    slice_cols = slice_cols > 0 ? slice_cols : choose_slice(c, w);
+    // the widest column, wherever it begins in its first line
+    const int slot_bytes = (int)(w->cbc.max_col_values * sizeof(fp16)) + LINE - PIECE;
+    slice_cols = slice_cols > 0 ? slice_cols : choose_slice(c, w, slot_bytes);
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
     CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
     CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
-    CHECK(layout.list + STATIC_SHARED + RESERVED_SHARED <= 1 << 16);  // an address of a value shares a word with x
     CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)c->shared_per_block - STATIC_SHARED));

@@ -423,6 +423,7 @@ void test_overlap(const CudaLaunch *c) {
         const size_t cache = (size_t)shape.n_kv_heads * (size_t)shape.seq_len * (size_t)shape.head_dim;
         Matrix w = {};
         w.rows = (size_t)(shape.n_heads + 2 * shape.n_kv_heads) * (size_t)shape.head_dim;
+        w.format = FORMAT_DENSE;
         w.cols = w.stride = (size_t)cols;
         fp16 *weights = device_alloc<fp16>(w.rows * w.cols), *x = device_alloc<fp16>((size_t)(n_steps * cols));
         fp16 *k = device_alloc<fp16>(cache), *v = device_alloc<fp16>(cache), *out = device_alloc<fp16>(n_out);

@@ -68,12 +68,16 @@ sanitize() {
     fi
     export SPDP_TEST_SHORT=1
     ./convert demo build/demo.bin --sp 0.5 --method magnitude --dp 0 --force -q  # attention dense, MLP compressed
+    ./convert demo build/demo-all.bin --sp 0.5 --method magnitude --calib-tokens 2048 --prune all -b cpu --force -q
     for tool in memcheck racecheck initcheck synccheck; do
         for program in build/*_test; do
             [ "$program" != build/memory_test ] || continue  # what it tests runs in other processes
             clean "$tool" "$(basename "$program")" "$program"
         done
         clean "$tool" demo ./run build/demo.bin -b cuda -p "Once upon a time" -n 8 -t 0
+        clean "$tool" "demo, all sites pruned" ./run build/demo-all.bin --dp 0.5 -b cuda -p "Once upon a time" \
+            -n 4 -t 0
+        [ "$tool" != racecheck ] || continue  # the calibration of random weights takes minutes
         clean "$tool" "random weights" ./run --synthetic 64:176:2:4:2:128:64 --sp 0.5 --prune all --dp 0.5 \
             -b cuda --prompt-tokens 20 -n 4 --ignore-eos -t 0
     done
