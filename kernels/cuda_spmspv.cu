@@ -5,8 +5,8 @@
  *
  * A column k is active if |x_k| > threshold. One block takes one tile row (256 rows) x one slice of the columns:
  *
- *   compact     The block lists the active columns of its slice with ballots. Its warps share the list evenly, so no
- *               warp walks over skipped columns.
+ *   compact     The block lists the active columns of its slice with ballots. Its warps share the list in equal
+ *               numbers of stages, so no warp walks over skipped columns.
  *   index       A warp takes 32 active columns at a time. Lane = column: it reads ColInfo and the column's 32 bytes
  *               of bitmap, counts bits, and leaves for each group of 32 rows (word, address of its first value) in
  *               shared memory. The rank of every group costs a fraction of an instruction this way.
@@ -24,7 +24,7 @@
  * slices' partial sums from the workspace and applies the epilogue. Barriers are those of the warp except around
  * compaction and the final sums.
  *
- * Bytes: active columns' values and bitmaps, all their ColInfo, the offsets of their GTiles, x once a tile row (L2).
+ * Bytes: active columns' values, bitmaps and ColInfo, the offsets of their GTiles, x once a tile row (L2).
  * Reference: kernels/cpu.c (cbc_product). Test: tests/test_kernels.c. Measured: tests/bench/NOTES.md. */
 #include <math.h>
 
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float sum[ROWS_PER_LANE] = {0};
     unsigned nnz = 0;
 
-    // whole stages for all warps but the last
+    // whole stages for every warp but the last that has columns
     const int stages_per_warp = (n_active + WARPS * STAGE_COLUMNS - 1) / (WARPS * STAGE_COLUMNS);
     const int share = stages_per_warp * STAGE_COLUMNS;
     const int begin = min(warp * share, n_active), end = min(begin + share, n_active);

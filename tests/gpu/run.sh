@@ -1,7 +1,8 @@
 #!/bin/sh
 # Run the tests that need a GPU, from the bundle that `make gpu-bundle` made (its root is two folders up), and end
-# with "N passed, N failed". --sanitize: the same programs in their short form, the demo and a model of random weights
-# under compute-sanitizer's four tools (COMPUTE_SANITIZER names it where it is not on the PATH).
+# with "N passed, N failed". --sanitize: the same programs in their short form and the demo pruned in two ways under
+# compute-sanitizer's four tools, a model of random weights under three (COMPUTE_SANITIZER names the sanitizer where it
+# is not on the PATH).
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export BIN=. BUILD=build SPDP_TEST_BACKEND=cuda
