@@ -426,7 +426,8 @@ void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, cons
     slice_cols = slice_cols > 0 ? slice_cols : choose_slice(c, w, slot_bytes);
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
-    CHECK(grid.y <= N_COUNTERS && slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
+    CHECK(grid.y < N_COUNTERS);  // the largest grid.y, too
+    CHECK(slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
     CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
     CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

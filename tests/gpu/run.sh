@@ -69,7 +69,7 @@ sanitize() {
     fi
     export SPDP_TEST_SHORT=1
     ./convert demo build/demo.bin --sp 0.5 --method magnitude --dp 0 --force -q  # attention dense, MLP compressed
-    ./convert demo build/demo-all.bin --sp 0.5 --method magnitude --calib-tokens 2048 --prune all -b cpu --force -q
+    ./convert demo build/demo-all.bin --sp 0.5 --method magnitude --calib-tokens 2048 --prune all --force -q
     for tool in memcheck racecheck initcheck synccheck; do
         for program in build/*_test; do
             [ "$program" != build/memory_test ] || continue  # what it tests runs in other processes
