@@ -423,6 +423,7 @@ static void cuda_free(Backend *be) {
     cudaFree(cuda->scratch);
     cudaFree(cuda->launch.workspace);
     cudaFree(cuda->launch.counters);
+    cudaFree(cuda->launch.letters);
     cudaFree(cuda->launch.report);
     cublas_close(cuda->cublas);
     nvml_close(cuda->nvml);
@@ -497,6 +498,7 @@ static int set_up_memory(Cuda *cuda, Error *err) {
     CudaLaunch *c = &cuda->launch;
     if (!(c->workspace = static_cast<float *>(device_alloc(WORKSPACE_BYTES, "partial sums", err))) ||
         !(c->counters = static_cast<unsigned *>(device_alloc(N_COUNTERS * sizeof *c->counters, "counters", err))) ||
+        !(c->letters = static_cast<unsigned *>(device_alloc(N_LETTERS * sizeof *c->letters, "sums", err))) ||
         !(c->report = static_cast<DeviceReport *>(device_alloc(sizeof *c->report, "results", err))) ||
         !(cuda->host_report = static_cast<DeviceReport *>(pinned_alloc(sizeof *c->report, "results", err)))) {
         return ERR_MEMORY;
@@ -510,6 +512,7 @@ static int set_up_memory(Cuda *cuda, Error *err) {
     }
     c->workspace_bytes = WORKSPACE_BYTES;
     CUDA_CHECK(cudaMemsetAsync(c->counters, 0, N_COUNTERS * sizeof *c->counters, c->stream));
+    CUDA_CHECK(cudaMemsetAsync(c->letters, 0xff, N_LETTERS * sizeof *c->letters, c->stream));
     CUDA_CHECK(cudaMemsetAsync(c->report, 0, sizeof *c->report, c->stream));
     return OK;
 }

@@ -76,10 +76,10 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
  * together, the first batch before the kernel waits for the product that makes q, k and v. Each group of lanes
  * carries a state of its own over its keys: no barrier until the end.
  * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
- * splits through the workspace by the block of a set that arrives last, which also puts the set's counter
- * back to 0. Each of these sums has a fixed order: the result does not depend on who is last.
- * Shared: an out vector and a (max, sum) per warp and head, and the weights of what is being joined.
- * Workspace: (sets, n_splits, HEADS) out vectors of PAD floats, then as many (max, sum). */
+ * splits by the block of the last one, which takes what the others post as letters (cuda_ops.cuh). Each of these sums
+ * has a fixed order.
+ * Shared: an out vector and a (max, sum) per warp and head, and the weights and states of what is being joined.
+ * Letters: of every set and split (HEADS) out vectors of PAD floats, then as many (max, sum, 0, 0). */
 
 #define DECODE_WARPS 8
 #define DECODE_THREADS (32 * DECODE_WARPS)
@@ -93,6 +93,7 @@ struct DecodeShape {
     static constexpr int BATCH = DECODE_WARPS * KEYS * DECODE_UNROLL;
     static constexpr int BLOCKS_PER_SM = HEADS == 1 ? 2 : 1;  // what registers allow
     static constexpr int QUADS = HEADS * PAD / 4;             // float4 of all out vectors
+    static constexpr int POSTED = QUADS + HEADS;              // by a split: these and its states, one in a float4
     static_assert(LANES >= 1 && 32 % LANES == 0, "a key lies within a warp");
     static_assert(MAX_SPLITS >= DECODE_WARPS, "weights of warps and of splits share an array");
 };
@@ -231,6 +232,38 @@ __device__ __forceinline__ float4 join_quad(const float *weight, const float4 *p
     return out;
 }
 
+/* The same of n quads that other blocks post, `stride` apart; AT_ONCE of them are waited for together. */
+template <int AT_ONCE> __device__ float4 join_posted(const float *weight, uint4 *posted, int stride, int n) {
+    float4 out = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int first = 0; first < n; first += AT_ONCE) {
+        uint4 v[AT_ONCE];
+        bool all;
+        do {
+            all = true;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                v[i] = first + i < n ? look4(posted + (size_t)(first + i) * stride) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                all &= all_posted(v[i]);
+            }
+        } while (!all);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i < n) {
+                out.x += weight[first + i] * __uint_as_float(v[i].x);
+                out.y += weight[first + i] * __uint_as_float(v[i].y);
+                out.z += weight[first + i] * __uint_as_float(v[i].z);
+                out.w += weight[first + i] * __uint_as_float(v[i].w);
+                posted[(size_t)(first + i) * stride] = make_uint4(NO_LETTER, NO_LETTER, NO_LETTER, NO_LETTER);
+            }
+        }
+    }
+    return out;
+}
+
 /* Join the states of the lane groups of a warp: afterwards all of them hold the joined one. */
 template <int LANES>
 __device__ __forceinline__ void join_lanes(SoftmaxState &state, float (&out)[CHUNK]) {
@@ -257,12 +290,12 @@ __device__ __forceinline__ void join_lanes(SoftmaxState &state, float (&out)[CHU
 
 template <int PAD, int HEADS>
 __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOCKS_PER_SM))
-    decode_kernel(const Attention a, float4 *workspace, unsigned *counters) {
+    decode_kernel(const Attention a, uint4 *letters) {
     using Shape = DecodeShape<PAD, HEADS>;
     __shared__ float4 warp_out[DECODE_WARPS][Shape::QUADS];
     __shared__ SoftmaxState warp_state[DECODE_WARPS][HEADS], joined[HEADS];
     __shared__ float weight[HEADS][MAX_SPLITS];
-    __shared__ bool is_last;
+    __shared__ SoftmaxState split_state[MAX_SPLITS * HEADS];
 
     // What is read before wait_for_previous(), the position, angles and rows of earlier positions, was written before
     // the kernel began that makes q, k and v.
@@ -428,42 +461,52 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     join_states<HEADS>(weight, joined, warp_state[0], DECODE_WARPS);
     __syncthreads();  // weights are complete
 
-    const float4 *partial = warp_out[0];
-    int n_partial = DECODE_WARPS;
-    if (n_active > 1) {
-        float4 *split_out = workspace + (size_t)set * n_splits * Shape::QUADS;
-        SoftmaxState *split_state =
-            reinterpret_cast<SoftmaxState *>(workspace + (size_t)gridDim.y * n_splits * Shape::QUADS) +
-            (size_t)set * n_splits * HEADS;
+    // The block of the last split that has keys takes what the others post.
+    const int n_others = n_active - 1;
+    uint4 *posted = letters + (size_t)set * n_splits * Shape::POSTED;  // by the first split
+    if (n_others > 0) {
+        uint4 *mine = posted + (size_t)split * Shape::POSTED;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < Shape::QUADS; i += DECODE_THREADS) {
-            split_out[split * Shape::QUADS + i] =
-                join_quad(weight[i * 4 / PAD], partial + i, Shape::QUADS, n_partial);
+        for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
+            const float4 v = join_quad(weight[i * 4 / PAD], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
+            if (split < n_others) {
+                post4(mine + i, v);
+            } else {
+                warp_out[0][i] = v;  // no other thread reads this quad
+            }
         }
-        if (threadIdx.x < HEADS) {
-            split_state[split * HEADS + threadIdx.x] = joined[threadIdx.x];
-        }
-        __syncthreads();  // the block has written all
-        if (threadIdx.x == 0) {
-            is_last = arrive(&counters[set]) == (unsigned)n_active - 1;
-        }
-        __syncthreads();  // is_last is there
-        if (!is_last) {
+        if (split < n_others) {
+            if (threadIdx.x < n_heads) {
+                const SoftmaxState state = joined[threadIdx.x];
+                post4(mine + Shape::QUADS + threadIdx.x, make_float4(state.max, state.sum, 0, 0));
+            }
             return;
         }
-        if (threadIdx.x == 0) {
-            counters[set] = 0;
+        for (int i = threadIdx.x; i < n_active * HEADS; i += DECODE_THREADS) {
+            const int other = i / HEADS, h = i % HEADS;
+            split_state[i] = joined[h];
+            if (other < n_others && h < n_heads) {
+                const float whole = 1;
+                const float4 v = join_posted<1>(&whole, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
+                split_state[i] = {v.x, v.y};
+            }
         }
+        __syncthreads();  // states and own quads are complete
         join_states<HEADS>(weight, joined, split_state, n_active);
         __syncthreads();  // weights are complete
-        partial = split_out;
-        n_partial = n_active;
     }
     fp16 *set_out = a.out + head_start(a, 0, kv_head * a.group + first_head);
 #pragma unroll 1
     for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
         const int h = i * 4 / PAD, d = i * 4 % PAD;
-        const float4 v = join_quad(weight[h], partial + i, Shape::QUADS, n_partial);
+        float4 v;
+        if (n_others == 0) {
+            v = join_quad(weight[h], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
+        } else {
+            const float4 others = join_posted<8>(weight[h], posted + i, Shape::POSTED, n_others);
+            const float4 own = join_quad(weight[h] + n_others, warp_out[0] + i, 0, 1);
+            v = make_float4(others.x + own.x, others.y + own.y, others.z + own.z, others.w + own.w);
+        }
         fp16 *to = set_out + h * a.head_dim + d;
         if (d < a.head_dim) {
             store_pair(to, v.x / joined[h].sum, v.y / joined[h].sum);
@@ -482,11 +525,10 @@ void launch_decode(const CudaLaunch *c, const Attention &a, int kv_len_max) {
     const size_t wave = (size_t)c->n_sms * Shape::BLOCKS_PER_SM / sets;
     const size_t useful = min_size(ceil_div((size_t)kv_len_max, Shape::BATCH), MAX_SPLITS);
     const size_t n_splits = wave > 1 ? min_size(wave, useful) : 1;
-    const size_t partial_bytes = Shape::QUADS * sizeof(float4) + HEADS * sizeof(SoftmaxState);
-    CHECK(sets < N_COUNTERS);  // the largest grid.y, too
-    CHECK(n_splits == 1 || sets * n_splits * partial_bytes <= c->workspace_bytes);
+    CHECK(sets < 65536);  // the largest grid.y
+    CHECK(n_splits == 1 || sets * n_splits * Shape::POSTED * (sizeof(uint4) / sizeof *c->letters) <= N_LETTERS);
     launch_overlapped(c, decode_kernel<PAD, HEADS>, dim3((unsigned)n_splits, (unsigned)sets), DECODE_THREADS, 0, a,
-                      reinterpret_cast<float4 *>(c->workspace), c->counters);
+                      reinterpret_cast<uint4 *>(c->letters));
 }
 
 /* ---- prefill ---------------------------------------------------------------------------------------- */

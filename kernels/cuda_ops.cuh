@@ -55,10 +55,12 @@ typedef struct {
     float *workspace;          // partial sums; contents are nobody's between launches
     size_t workspace_bytes;
     unsigned *counters;        // N_COUNTERS zeros; a kernel that counts with them leaves zeros behind
+    unsigned *letters;         // N_LETTERS times NO_LETTER; a kernel that posts letters reads them all
     DeviceReport *report;      // in device memory
 } CudaLaunch;
 
 #define N_COUNTERS 65536
+#define N_LETTERS ((size_t)4 << 20)
 
 /* The input of a product: site and layer in one positive number, taken apart by finish(). */
 static inline unsigned fault_code(const Matrix *w) { return (unsigned)(w->site + N_SITES * (w->layer + 1) + 1); }
@@ -210,6 +212,39 @@ __device__ __forceinline__ unsigned arrive(unsigned *counter) {
     unsigned before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
+}
+
+/* Letters: sums that a block hands to another without barrier, fence or counter. A letter is one word, NO_LETTER until it
+ * is posted; who has read it puts NO_LETTER back. No sum has these bits, as arithmetic makes one NaN only, 0x7fffffff
+ * (PTX ISA, "Floating-Point Instructions"). The reader waits for blocks with smaller numbers only: they have started
+ * before it. */
+#define NO_LETTER 0xffffffffu
+__device__ __forceinline__ void post(unsigned *letter, float sum) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(letter), "r"(__float_as_uint(sum)) : "memory");
+}
+/* Look for it if *content is still NO_LETTER. */
+__device__ __forceinline__ void look(const unsigned *letter, unsigned *content) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, %2;\n @p ld.relaxed.gpu.global.u32 %0, [%1]; }"
+                 : "+r"(*content)
+                 : "l"(letter), "r"(NO_LETTER)
+                 : "memory");
+}
+/* Four letters at once, each with its own mark. */
+__device__ __forceinline__ void post4(uint4 *letters, const float4 &sums) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(letters), "r"(__float_as_uint(sums.x)),
+                 "r"(__float_as_uint(sums.y)), "r"(__float_as_uint(sums.z)), "r"(__float_as_uint(sums.w))
+                 : "memory");
+}
+__device__ __forceinline__ uint4 look4(const uint4 *letters) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(letters)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ bool all_posted(const uint4 &v) {
+    return v.x != NO_LETTER && v.y != NO_LETTER && v.z != NO_LETTER && v.w != NO_LETTER;
 }
 
 /* cp.async (sm_80 and up): 16 bytes from global to shared memory without passing through registers. */

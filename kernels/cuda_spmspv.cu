@@ -5,24 +5,26 @@
  *
  * A column k is active if |x_k| > threshold. One block takes one tile row (256 rows) x one slice of the columns:
  *
- *   compact     The block lists the active columns of its slice with ballots. Its warps share the list in equal
- *               numbers of stages, so no warp walks over skipped columns.
- *   index       A warp takes 32 active columns at a time. Lane = column: it reads ColInfo and the column's 32 bytes
- *               of bitmap, counts bits, and leaves for each group of 32 rows (word, address of its first value) in
- *               shared memory. The rank of every group costs a fraction of an instruction this way.
- *   copy        Values of the columns come through cp.async, STAGE_COLUMNS columns a stage, 8 lanes a column, 16
- *               bytes a lane, STAGES stages in flight. A column goes to the place in its slot where it lies in
- *               128-byte lines as it does in global memory: copies whose two sides differ in that fetch half of
- *               their sectors twice.
+ *   list        The block asks for ColInfo and TileOffset of its slice before x is there. With x it lists the active
+ *               columns: number, start and size of the values, x. Its warps share the list in equal numbers of stages,
+ *               so no warp walks over skipped columns.
+ *   copy        A warp takes 32 active columns at a time. Values come through cp.async, STAGE_COLUMNS columns a stage,
+ *               8 lanes a column, 16 bytes a lane, STAGES stages in flight. A column goes to the place in its slot
+ *               where it lies in 128-byte lines as it does in global memory: copies whose two sides differ in that
+ *               fetch half of their sectors twice.
+ *   index       Lane = column: it reads the column's 32 bytes of bitmap while the first values are on their way, counts
+ *               bits, and leaves for each group of 32 rows (word, address of its first value) in shared memory. The
+ *               rank of every group costs a fraction of an instruction this way.
  *   multiply    Lane = 4 neighbouring rows in each half of the tile: 4 bits of a word. (Neighbouring lanes then
  *               read neighbouring words of shared memory; 8 rows a lane double the bank conflicts.) Rows whose bit is
  *               set take the values from the lane's rank on, one after the other, under predicates that one
  *               instruction makes from the bits: what is not selected is never loaded. Products are summed in fp16,
  *               FLUSH_COLUMNS columns long, then in fp32.
  *
- * Sums of warps, then of slices, are added in a fixed order: the block of a tile row that arrives last adds the
- * slices' partial sums from the workspace and applies the epilogue. Barriers are those of the warp except around
- * compaction and the final sums.
+ * Sums of warps, then of slices, are added in a fixed order. The block of a tile row's last slice takes what the other
+ * slices' blocks post as letters (cuda_ops.cuh) and applies the epilogue. It waits for blocks with smaller numbers only,
+ * which have started before it, and those wait for nobody. Barriers are those of the warp except around the list and
+ * the sums of the warps.
  *
  * Bytes: active columns' values, bitmaps and ColInfo, the offsets of their GTiles, x once a tile row (L2).
  * Reference: kernels/cpu.c (cbc_product). Test: tests/test_kernels.c. Measured: tests/bench/NOTES.md. */
@@ -48,12 +50,14 @@ constexpr int LINE = 128;
 constexpr int LINE_PIECES = LINE / PIECE;
 constexpr int GROUP_STRIDE = 16 * CHUNK + 16;  // bytes of one group in the index: 16 more keep the banks apart
 constexpr int INDEX_BYTES = GROUPS / HALVES * GROUP_STRIDE;
+constexpr int LETTERS_AT_ONCE = 16;
 constexpr int MAX_SLICE = 4096;    // columns; shared memory may allow fewer
-constexpr int STATIC_SHARED = 1024; // bytes of the kernel's own variables, generously
+constexpr int STATIC_SHARED = 256; // bytes of the kernel's own variables, generously
 constexpr int RESERVED_SHARED = 1024; // bytes that CUDA takes for every block on an SM
 constexpr int MIN_BLOCKS = 3;      // that shall fit on an SM: bounds the registers
 
 static_assert(ROWS_PER_LANE == 8 && HALVES == 2, "a lane takes 4 bits of a bitmap word in each half of the tile");
+static_assert(STAGES == 2, "one stage is copied ahead");
 static_assert(CHUNK % FLUSH_COLUMNS == 0 && FLUSH_COLUMNS % STAGE_COLUMNS == 0, "flushes fall between stages");
 static_assert(STAGE_COLUMNS * LINE_PIECES == 32, "a warp copies a line of each of a stage's columns at once");
 static_assert(TILE_M * sizeof(half) == 4 * LINE, "a column lies in at most five lines");
@@ -62,57 +66,79 @@ static_assert(THREADS > TILE_M, "the final sums take a thread a row, and a warp 
 
 /* Shared memory, in this order. */
 struct Layout {
-    int ring, index, chunk_x, list, input;  // byte offsets; the first three are a warp's, WARPS times
-    int ring_bytes;                         // of one warp
+    int ring, index;          // byte offsets, of a warp's, WARPS times
+    int list, gtiles, input;  // the active columns, where the values of each GTile of the slice begin, the columns' x
+    int ring_bytes;           // of one warp; its sums must fit there in the end
     int total;
 };
 
 __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) {
     Layout l;
-    l.ring_bytes = RING_COLUMNS * slot_bytes;
+    const int sums_bytes = TILE_M * (int)sizeof(float);
+    l.ring_bytes = RING_COLUMNS * slot_bytes > sums_bytes ? RING_COLUMNS * slot_bytes : sums_bytes;
     l.ring = 0;
     l.index = l.ring + WARPS * l.ring_bytes;
-    l.chunk_x = l.index + WARPS * INDEX_BYTES;
-    l.list = l.chunk_x + WARPS * CHUNK * (int)sizeof(fp16);
-    l.input = l.list + slice_cols * (int)sizeof(uint16_t);
+    l.list = l.index + WARPS * INDEX_BYTES;
+    l.gtiles = l.list + slice_cols * (int)sizeof(unsigned);
+    l.input = l.gtiles + (slice_cols / TILE_K / 2 + 2) * 2 * (int)sizeof(unsigned);  // two more if it begins in a GTile
     l.total = l.input + slice_cols * (int)sizeof(half);
     return l;
 }
 
-/* List the active columns of x[0 .. n_cols-1] in order. Returns how many; *finite: is every x of this thread? */
-__device__ int compact(uint16_t *list, fp16 *input, const fp16 *x, int n_cols, float threshold, bool *finite) {
+/* What the list tells of an active column: its number in the slice | the piece of its GTile that it begins with <<
+ * START_SHIFT | its pieces << PIECES_SHIFT. */
+constexpr int START_SHIFT = 12, PIECES_SHIFT = 21;
+static_assert(MAX_SLICE <= 1 << START_SHIFT, "a column's number in its slice");
+static_assert(TILE_M * TILE_K / COLUMN_ALIGN <= 1 << (PIECES_SHIFT - START_SHIFT), "the piece that it begins with");
+
+/* List the active columns of x[0 .. n_cols-1] in order, and their x. info: ColInfo of the first one. Returns how many;
+ * *finite: is every x of this thread? Waits for x, but not before it has asked for ColInfo. */
+__device__ int list_active(unsigned *list, fp16 *input, const fp16 *x, const uint32_t *info, int n_cols,
+                           float threshold, bool *finite) {
+    constexpr int ROUNDS = (MAX_SLICE + THREADS - 1) / THREADS;
     __shared__ int counts[WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rounds = (n_cols + THREADS - 1) / THREADS, begin = warp * rounds * 32;  // a warp's own range
-    const auto load = [&](int i) {
+    unsigned column[ROUNDS], active[ROUNDS];
+    fp16 value[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS && i < rounds; i++) {
         const int k = begin + i * 32 + lane;
-        return k < n_cols ? __ushort_as_half(x[k]) : __ushort_as_half(0);
-    };
+        column[i] = k < n_cols ? __ldg(info + k) : 0;
+    }
+    wait_for_previous();
+#pragma unroll
+    for (int i = 0; i < ROUNDS && i < rounds; i++) {
+        const int k = begin + i * 32 + lane;
+        value[i] = k < n_cols ? x[k] : 0;
+    }
     int count = 0;
-    for (int i = 0; i < rounds; i++) {
-        const half v = load(i);
-        *finite &= half_is_finite(__half_as_ushort(v));
-        count += __popc(__ballot_sync(~0u, fabsf(__half2float(v)) > threshold));
+#pragma unroll
+    for (int i = 0; i < ROUNDS && i < rounds; i++) {
+        *finite &= half_is_finite(value[i]);
+        active[i] = __ballot_sync(~0u, fabsf(__half2float(__ushort_as_half(value[i]))) > threshold);
+        count += __popc(active[i]);
     }
     if (lane == 0) {
         counts[warp] = count;
     }
     __syncthreads();
     int at = 0, total = 0;
+#pragma unroll
     for (int w = 0; w < WARPS; w++) {
         at += w < warp ? counts[w] : 0;
         total += counts[w];
     }
-    for (int i = 0; i < rounds; i++) {
-        const half v = load(i);
-        const bool active = fabsf(__half2float(v)) > threshold;
-        const unsigned ballot = __ballot_sync(~0u, active);
-        if (active) {
-            const int slot = at + __popc(ballot & ((1u << lane) - 1));
-            list[slot] = (uint16_t)(begin + i * 32 + lane);
-            input[slot] = __half_as_ushort(v);
+#pragma unroll
+    for (int i = 0; i < ROUNDS && i < rounds; i++) {
+        if (active[i] >> lane & 1) {
+            const int slot = at + __popc(active[i] & ((1u << lane) - 1));
+            const unsigned nnz = column[i] & 0xffff, start = (column[i] >> 16) / COLUMN_ALIGN;
+            list[slot] = (unsigned)(begin + i * 32 + lane) | start << START_SHIFT |
+                         (nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN << PIECES_SHIFT;
+            input[slot] = value[i];
         }
-        at += __popc(ballot);
+        at += __popc(active[i]);
     }
     __syncthreads();
     return total;
@@ -126,33 +152,15 @@ template <int LINES> __device__ __forceinline__ void copy_piece(unsigned to, con
                  : "memory");
 }
 
-/* What lane = column knows of its column of a chunk. */
-struct ColumnIndex {
-    unsigned line;   // in which its values begin, counted from the line of the matrix's first value
-    unsigned place;  // shared address of its first value | its pieces << PIECES_SHIFT
-    unsigned nnz;
-};
-constexpr int PIECES_SHIFT = 20;  // an SM has far less shared memory than 2^20 bytes
-
-/* Read the index of column `column` of the matrix. Leave in `index`, for each group of 32 rows and the same group of
- * the tile's other half: (word, shared address of its first value, the other's word and address). slot: where the
- * column may go. A lane whose column is not `present` reads it all the same, and leaves one without bits or values. */
-__device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, bool present, unsigned column,
-                                  unsigned slot) {
-    const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + (size_t)column * BITMAP_WORDS);
-    const unsigned keep = present ? ~0u : 0;
-    const unsigned info = __ldg(w.col_info + column) & keep, nnz = info & 0xffff;
-    const unsigned matrix = (unsigned)(reinterpret_cast<uintptr_t>(w.values) / PIECE % LINE_PIECES);  // in its line
-    const unsigned first = matrix + __ldg(w.tile_offset + column / TILE_K) + (info >> 16) / COLUMN_ALIGN;
-    const uint4 low = __ldg(bitmap), high = __ldg(bitmap + 1);
-    const unsigned words[GROUPS] = {low.x & keep,  low.y & keep,  low.z & keep,  low.w & keep,
-                                    high.x & keep, high.y & keep, high.z & keep, high.w & keep};
-    const unsigned place = slot + (first * PIECE - slot) % LINE;
-    unsigned group[GROUPS];
-    group[0] = place;
+/* Leave in `index`, for each group of 32 rows and the same group of the tile's other half: (word, shared address of its
+ * first value, the other's word and address). Returns the nonzeros.
+ *   words   the column's bitmap     value   shared address of its first value */
+__device__ unsigned write_index(unsigned char *index, const unsigned (&words)[GROUPS], unsigned value) {
+    unsigned group[GROUPS + 1];
+    group[0] = value;
 #pragma unroll
-    for (int g = 1; g < GROUPS; g++) {
-        group[g] = group[g - 1] + SIZE * __popc(words[g - 1]);
+    for (int g = 0; g < GROUPS; g++) {
+        group[g + 1] = group[g] + SIZE * __popc(words[g]);
     }
 #pragma unroll
     for (int g = 0; g < GROUPS / HALVES; g++) {
@@ -160,7 +168,14 @@ __device__ ColumnIndex read_index(unsigned char *index, const TiledCbc &w, bool 
         *reinterpret_cast<uint4 *>(index + g * GROUP_STRIDE) =
             make_uint4(words[g], group[g], words[other], group[other]);
     }
-    return {first / LINE_PIECES, place | (nnz + COLUMN_ALIGN - 1) / COLUMN_ALIGN << PIECES_SHIFT, nnz};
+    return (group[GROUPS] - value) / SIZE;
+}
+
+/* A load that the compiler leaves where it is written. */
+__device__ __forceinline__ uint4 load_now(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
 }
 
 /* The lane's four rows of one group: sum[i] += x * value for each row i whose bit is set.
@@ -177,29 +192,64 @@ __device__ __forceinline__ void multiply_rows(half2 *sum, unsigned bits, unsigne
     }
 }
 
+/* The sum of one row over n slices, from the letter of the first on. */
+__device__ float take_letters(unsigned *letter, int n) {
+    float sum = 0;
+#pragma unroll 1
+    for (int left = n; left > 0; left -= LETTERS_AT_ONCE, letter += LETTERS_AT_ONCE * TILE_M) {
+        unsigned content[LETTERS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < LETTERS_AT_ONCE; i++) {
+            content[i] = i < left ? NO_LETTER : __float_as_uint(-0.0f);
+        }
+        bool all;
+        do {
+            all = true;
+#pragma unroll
+            for (int i = 0; i < LETTERS_AT_ONCE; i++) {
+                look(letter + i * TILE_M, &content[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < LETTERS_AT_ONCE; i++) {
+                all &= content[i] != NO_LETTER;
+            }
+        } while (!all);
+#pragma unroll
+        for (int i = 0; i < LETTERS_AT_ONCE; i++) {
+            sum += __uint_as_float(content[i]);
+            if (i < left) {
+                letter[i * TILE_M] = NO_LETTER;
+            }
+        }
+    }
+    return sum;
+}
+
 template <Epilogue EPILOGUE>
 __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     spmspv_kernel(void *out, const TiledCbc w, const fp16 *x,
-                  const float *__restrict__ threshold, int slice_cols, int slot_bytes, float *workspace,
-                  unsigned *arrived, DeviceReport *report, unsigned fault, int site) {
+                  const float *__restrict__ threshold, int slice_cols, int slot_bytes, unsigned *letters,
+                  DeviceReport *report, unsigned fault, int site) {
     extern __shared__ __align__(LINE) unsigned char shared[];
     __shared__ unsigned warp_nnz[WARPS];
-    __shared__ bool last;
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slice = blockIdx.x, tile_row = blockIdx.y;
     const int first_col = slice * slice_cols, n_cols = min(slice_cols, (int)w.cols - first_col);
     const unsigned padded_cols = ((unsigned)w.cols + TILE_K - 1) / TILE_K * TILE_K;
     const unsigned row_start = (unsigned)tile_row * padded_cols + (unsigned)first_col;  // as a number of a column
-    uint16_t *list = reinterpret_cast<uint16_t *>(shared + layout.list);
+    unsigned *list = reinterpret_cast<unsigned *>(shared + layout.list);
+    unsigned *gtile_start = reinterpret_cast<unsigned *>(shared + layout.gtiles);  // in pieces
     fp16 *input = reinterpret_cast<fp16 *>(shared + layout.input);
 
-    const float limit = threshold ? *threshold : 0.0f;  // no kernel writes it
-    wait_for_previous();  // x, the workspace and the counters are the previous kernels'
-
-    // compact
+    // no kernel writes thresholds or weights
+    const float limit = threshold ? *threshold : 0.0f;
+    const int n_gtiles = (first_col % TILE_K + n_cols - 1) / TILE_K + 1;
+    if ((int)threadIdx.x < n_gtiles) {
+        gtile_start[threadIdx.x] = __ldg(w.tile_offset + row_start / TILE_K + threadIdx.x);
+    }
     bool finite = true;
-    const int n_active = compact(list, input, x + first_col, n_cols, limit, &finite);
+    const int n_active = list_active(list, input, x + first_col, w.col_info + row_start, n_cols, limit, &finite);
     if (tile_row == 0) {
         if (!finite) {
             note_fault(report, fault);
@@ -216,7 +266,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     unsigned char *index = shared + layout.index + warp * INDEX_BYTES;
-    fp16 *chunk_x = reinterpret_cast<fp16 *>(shared + layout.chunk_x) + warp * CHUNK;
     const unsigned ring = (unsigned)__cvta_generic_to_shared(shared + layout.ring + warp * layout.ring_bytes);
     // the lane's rows: where their bits begin in a word, turned to bit 1; the bits before them
     const unsigned bit = 4 * (lane % 8), turn = bit - 1, below = (1u << bit) - 1;
@@ -224,6 +273,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int copy_column = lane / LINE_PIECES, copy_lane = lane % LINE_PIECES;
     const unsigned char *copy_from = reinterpret_cast<const unsigned char *>(
         reinterpret_cast<uintptr_t>(w.values) / LINE * LINE + PIECE * copy_lane);
+    const unsigned matrix_start =  // pieces of its first line before its first value
+        (unsigned)(reinterpret_cast<uintptr_t>(w.values) / PIECE % LINE_PIECES);
     float sum[ROWS_PER_LANE] = {0};
     unsigned nnz = 0;
 
@@ -233,21 +284,25 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int begin = min(warp * share, n_active), end = min(begin + share, n_active);
     for (int chunk = begin; chunk < end; chunk += CHUNK) {
         const int m = min(CHUNK, end - chunk);
-        const bool present = lane < m;
-        const unsigned k = row_start + (present ? list[chunk + lane] : 0);
-        const ColumnIndex column =
-            read_index(index + 16 * lane, w, present, k, ring + lane % RING_COLUMNS * slot_bytes);
-        nnz += column.nnz;
-        chunk_x[lane] = present ? input[chunk + lane] : 0;
-        __syncwarp();
+        // lane = column; one that is not there has no pieces and no bits
+        const unsigned entry = lane < m ? list[chunk + lane] : 0, keep = lane < m ? ~0u : 0;
+        const unsigned k = entry % (1u << START_SHIFT);
+        const uint4 *bitmap = reinterpret_cast<const uint4 *>(w.bitmap + (size_t)(row_start + k) * BITMAP_WORDS);
+        const uint4 low = load_now(bitmap), high = load_now(bitmap + 1);
+        const unsigned start = entry >> START_SHIFT & ((1u << (PIECES_SHIFT - START_SHIFT)) - 1);
+        const unsigned first = matrix_start + gtile_start[(first_col % TILE_K + k) / TILE_K] + start;  // piece
+        const unsigned slot = ring + lane % RING_COLUMNS * slot_bytes;
+        const unsigned value = slot + (first * PIECE - slot) % LINE;  // shared address of its first value
 
+        constexpr int PLACE_SHIFT = 20;  // an SM has far less shared memory than 2^20 bytes
         const auto copy_stage = [&](int stage) {
             const int j = stage * STAGE_COLUMNS + copy_column;
-            const unsigned line = __shfl_sync(~0u, column.line, j), place = __shfl_sync(~0u, column.place, j);
+            const unsigned line = __shfl_sync(~0u, first / LINE_PIECES, j);
+            const unsigned place = __shfl_sync(~0u, value | entry >> PIECES_SHIFT << PLACE_SHIFT, j);
             const int phase = (int)(place % LINE / PIECE);  // pieces of the first line before the column's
-            int left = (int)(place >> PIECES_SHIFT) + phase - copy_lane;
+            int left = (int)(place >> PLACE_SHIFT) + phase - copy_lane;
             left = stage < CHUNK / STAGE_COLUMNS ? left : 0;  // the shuffle wraps around behind the last column
-            const unsigned to = (place & ((1u << PIECES_SHIFT) - LINE)) + PIECE * copy_lane;
+            const unsigned to = (place & ((1u << PLACE_SHIFT) - LINE)) + PIECE * copy_lane;
             const unsigned char *from = copy_from + (size_t)line * LINE;
             copy_piece<0>(to, from, copy_lane >= phase ? left : 0);
             copy_piece<1>(to, from, left);
@@ -256,11 +311,14 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             copy_piece<4>(to, from, left);
             copy_async_commit();  // a group for every stage, full or not, so that waiting can count
         };
-#pragma unroll
-        for (int stage = 0; stage < STAGES - 1; stage++) {
-            copy_stage(stage);
-        }
         const int n_stages = (m + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
+        if (n_stages > 0) {  // always: without a branch the compiler would wait for the bitmap first
+            copy_stage(0);
+        }
+        const unsigned words[GROUPS] = {low.x & keep,  low.y & keep,  low.z & keep,  low.w & keep,
+                                        high.x & keep, high.y & keep, high.z & keep, high.w & keep};
+        nnz += write_index(index + 16 * lane, words, value);
+        __syncwarp();
         for (int flush = 0; flush < n_stages; flush += FLUSH_COLUMNS / STAGE_COLUMNS) {
             half2 part[ROWS_PER_LANE] = {};  // both halves alike
             const int stages_end = min(flush + FLUSH_COLUMNS / STAGE_COLUMNS, n_stages);
@@ -272,7 +330,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 copy_async_wait<STAGES - 1>();
                 __syncwarp();  // every lane's copies of this stage have come
                 const int at = stage * STAGE_COLUMNS;
-                const half2 *pairs = reinterpret_cast<const half2 *>(chunk_x + at);
+                const uint2 xs = *reinterpret_cast<const uint2 *>(input + chunk + at);
+                const half2 pairs[2] = {*reinterpret_cast<const half2 *>(&xs.x), *reinterpret_cast<const half2 *>(&xs.y)};
                 const uint4 *groups = reinterpret_cast<const uint4 *>(index + lane / 8 * GROUP_STRIDE) + at;
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
@@ -291,68 +350,46 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncwarp();
     }
 
-    // sums of the warps, through the memory of the index and the rings
-    __syncthreads();
-    let_next_start();
-    float *warp_sums = reinterpret_cast<float *>(shared);
+    // sums of the warps, each left in the warp's own ring
+    unsigned char *rings = shared + layout.ring;
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
         const float4 rows = {sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]};
-        reinterpret_cast<float4 *>(warp_sums + warp * TILE_M + h * TILE_M / HALVES)[lane] = rows;
+        reinterpret_cast<float4 *>(rings + warp * layout.ring_bytes)[h * 32 + lane] = rows;
     }
     nnz = __reduce_add_sync(~0u, nnz);
     if (lane == 0) {
         warp_nnz[warp] = nnz;
     }
     __syncthreads();
-    const int row = threadIdx.x;
-    const bool has_row = row < TILE_M;  // warps have rows or have none
-    float y = 0;
-    if (has_row) {
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            y += warp_sums[i * TILE_M + row];
-        }
-    }
+    let_next_start();
     if (warp == WARPS - 1) {
         nnz = __reduce_add_sync(~0u, lane < WARPS ? warp_nnz[lane] : 0);
         if (lane == 0 && nnz > 0) {
             count(&report->products[site].active_nonzeros, nnz);
         }
     }
-
-    // asked for before it is known who needs it: the wait for it hides behind the one for the other blocks
-    const size_t out_row = (size_t)tile_row * TILE_M + row;
-    const bool writes = has_row && out_row < w.rows;
-    const float old = EPILOGUE == EPILOGUE_ADD && writes ? static_cast<float *>(out)[out_row] : 0.0f;
-
-    // sums of the slices, by the block that comes last
-    const int n_slices = gridDim.x;
-    if (n_slices > 1) {
-        const size_t padded = (size_t)gridDim.y * TILE_M;
-        float *partial = workspace + (size_t)tile_row * TILE_M + row;
-        if (has_row) {
-            __stcg(partial + slice * padded, y);
-        }
-        __syncthreads();
-        if (row == 0) {
-            last = arrive(&arrived[tile_row]) == (unsigned)n_slices - 1;
-        }
-        __syncthreads();
-        if (!last) {
-            return;
-        }
-        if (has_row) {
-            y = 0;
-#pragma unroll 8
-            for (int s = 0; s < n_slices; s++) {
-                y += __ldcg(partial + s * padded);
-            }
-        }
-        if (row == 0) {
-            arrived[tile_row] = 0;  // for the next launch
-        }
+    const int row = threadIdx.x;
+    if (row >= TILE_M) {  // whole warps
+        return;
     }
+    float y = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+        y += reinterpret_cast<const float *>(rings + i * layout.ring_bytes)[row];
+    }
+
+    // sums of the slices, by the block of the last one
+    const int n_others = (int)gridDim.x - 1;
+    unsigned *letter = letters + (size_t)tile_row * n_others * TILE_M + row;
+    if (slice < n_others) {
+        post(letter + slice * TILE_M, y);
+        return;
+    }
+    const size_t out_row = (size_t)tile_row * TILE_M + row;
+    const bool writes = out_row < w.rows;
+    const float old = EPILOGUE == EPILOGUE_ADD && writes ? static_cast<float *>(out)[out_row] : 0.0f;
+    y += take_letters(letter, n_others);
 
     if (EPILOGUE == EPILOGUE_SWIGLU) {
         const float up = __shfl_down_sync(~0u, y, 1);
@@ -372,15 +409,15 @@ int blocks_at_once(const CudaLaunch *c, const Layout &layout) {
 
 /* Columns of a slice. The fullest SM decides: it computes its blocks as many at a time as it has room for, and fewer
  * at once, which cannot hide each other's waiting, take longer than their share. Every block costs some columns
- * before it multiplies, every chunk of a warp some for its index, every slice some in the final sum. The constants
- * fit measured times with half of the columns active (tests/bench/NOTES.md). */
+ * before it multiplies, every chunk of a warp some for its index, every slice and every batch of letters some in the
+ * final sum. The constants fit measured times with half of the columns active (tests/bench/NOTES.md). */
 int choose_slice(const CudaLaunch *c, const Matrix *w, int slot_bytes) {
     constexpr double TIME_OF[MIN_BLOCKS + 1] = {0, 1.9, 2.2, 3};  // blocks at once
-    constexpr double BLOCK_COLUMNS = 200, CHUNK_COLUMNS = 140, SLICE_COLUMNS = 32;
+    constexpr double BLOCK_COLUMNS = 230, CHUNK_COLUMNS = 70, SLICE_COLUMNS = 16, LETTERS_COLUMNS = 200;
     constexpr double ACTIVE = 0.52;  // half, and some more by chance
     constexpr size_t STEP = 32;
     const size_t tile_rows = tiled_cbc_tile_rows(w->rows);
-    const size_t most = c->workspace_bytes / (tile_rows * TILE_M * sizeof(float));
+    const size_t most = 1 + N_LETTERS / (tile_rows * TILE_M);
     size_t best = 0;
     double best_cost = INFINITY;
     for (size_t slices = 1; slices <= min_size(most, ceil_div(w->cols, STEP)); slices++) {
@@ -396,7 +433,8 @@ int choose_slice(const CudaLaunch *c, const Matrix *w, int slot_bytes) {
         const double time = (double)(per_sm / at_once) * TIME_OF[at_once] + TIME_OF[per_sm % at_once];
         const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
         const double block = (double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS;
-        const double cost = block * time + SLICE_COLUMNS * (double)slices;
+        const double sums = SLICE_COLUMNS * (double)slices + LETTERS_COLUMNS * (double)ceil_div(slices, LETTERS_AT_ONCE);
+        const double cost = block * time + sums;
         if (cost < best_cost) {
             best = slice;
             best_cost = cost;
@@ -426,14 +464,13 @@ void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x, cons
     slice_cols = slice_cols > 0 ? slice_cols : choose_slice(c, w, slot_bytes);
     const Layout layout = shared_layout(slice_cols, slot_bytes);
     const dim3 grid((unsigned)ceil_div(w->cols, (size_t)slice_cols), (unsigned)tiled_cbc_tile_rows(w->rows));
-    CHECK(grid.y < N_COUNTERS);  // the largest grid.y, too
-    CHECK(slice_cols <= 65536 && (size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
-    CHECK(layout.total >= WARPS * TILE_M * (int)sizeof(float));
-    CHECK((size_t)grid.x * grid.y * TILE_M * sizeof(float) <= c->workspace_bytes || grid.x == 1);
+    CHECK(slice_cols <= MAX_SLICE && slice_cols % STAGE_COLUMNS == 0);
+    CHECK((size_t)layout.total + STATIC_SHARED <= c->shared_per_block);
+    CHECK(grid.y < 65536 && (size_t)(grid.x - 1) * grid.y * TILE_M <= N_LETTERS);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)c->shared_per_block - STATIC_SHARED));
     launch_overlapped(c, kernel, grid, THREADS, shared_bytes(c, layout, grid), out, w->cbc, x, threshold, slice_cols,
-                      slot_bytes, c->workspace, c->counters, c->report, fault_code(w), (int)w->site);
+                      slot_bytes, c->letters, c->report, fault_code(w), (int)w->site);
 }
 
 }  // namespace

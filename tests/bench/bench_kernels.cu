@@ -282,6 +282,7 @@ static void bench_dense(Bench *b, const Case &s, Time *cublas, Time *gemv) {
 static void check_once(Bench *b, const DeviceMatrix &m, const Vectors &v, float threshold, double *bytes,
                        double *error) {
     CUDA_CHECK(cudaMemset(v.out, 0xff, m.rows * sizeof *v.out));
+    CUDA_CHECK(cudaMemset(b->c.letters, 0xff, N_LETTERS * sizeof *b->c.letters));
     CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
     CUDA_CHECK(cudaDeviceSynchronize());
     spmspv_cuda(&b->c, v.out, &m.w, v.x, v.threshold, EPILOGUE_STORE, 0);
@@ -297,12 +298,12 @@ static void check_once(Bench *b, const DeviceMatrix &m, const Vectors &v, float 
         worst_share(v.out, v.y, v.magnitude, allowed_roundings(v.host_x, m.cols, 1, threshold, true), m.rows);
 }
 
-static void sweep_slices(const Bench *b, const Case &s, double sp, double dp, double cublas_us,
+static void sweep_slices(const Case &s, double sp, double dp, double cublas_us,
                          const std::function<Time(int)> &time_slice) {
     double best = 1e9;
     int best_slice = 0;
     for (int slice = 64; slice <= std::min(s.cols, 2048); slice += slice < 512 ? 32 : 64) {
-        if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) * 4 <= b->c.workspace_bytes) {
+        if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) <= N_LETTERS) {
             const double t = time_slice(slice).median;
             printf("    sweep %d %d %g %g %d %.2f\n", s.rows, s.cols, sp, dp, slice, t);
             if (t < best) {
@@ -340,7 +341,7 @@ static void bench_sparse(Bench *b, const Case &s, const Setting &set, const Time
             "bound\n",
             s.name.c_str(), set.sp, dp, t.median, ratio, gb_s, share, error);
         if (b->sweep) {
-            sweep_slices(b, s, set.sp, dp, cublas.median, [&](int slice) {
+            sweep_slices(s, set.sp, dp, cublas.median, [&](int slice) {
                 return time_calls(
                     b, 2 * copies.n(), [&](int i) { run(i, slice); }, 15);
             });
@@ -379,8 +380,10 @@ static void set_up(Bench *b, const char *path) {
     b->c.workspace_bytes = (size_t)64 << 20;
     CUDA_CHECK(cudaMalloc(&b->c.workspace, b->c.workspace_bytes));
     CUDA_CHECK(cudaMalloc(&b->c.counters, N_COUNTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMalloc(&b->c.letters, N_LETTERS * sizeof *b->c.letters));
     CUDA_CHECK(cudaMalloc(&b->c.report, sizeof(DeviceReport)));
     CUDA_CHECK(cudaMemset(b->c.counters, 0, N_COUNTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMemset(b->c.letters, 0xff, N_LETTERS * sizeof *b->c.letters));
     CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
     CUDA_CHECK(cudaDeviceSynchronize());
     Error err;
@@ -412,6 +415,7 @@ static void tear_down(Bench *b) {
     cublas_close(b->cublas);
     CUDA_CHECK(cudaFree(b->c.workspace));
     CUDA_CHECK(cudaFree(b->c.counters));
+    CUDA_CHECK(cudaFree(b->c.letters));
     CUDA_CHECK(cudaFree(b->c.report));
     CUDA_CHECK(cudaStreamDestroy(b->c.stream));
 }

@@ -337,6 +337,10 @@ static void test_counters() {
         cudaMemcpy(counters.data(), launch.counters, N_COUNTERS * sizeof(unsigned), cudaMemcpyDeviceToHost));
     result(std::all_of(counters.begin(), counters.end(), [](unsigned n) { return n == 0; }),
            "counters are zero again", 0);
+    std::vector<unsigned> letters(N_LETTERS);
+    CUDA_CHECK(cudaMemcpy(letters.data(), launch.letters, N_LETTERS * sizeof(unsigned), cudaMemcpyDeviceToHost));
+    result(std::all_of(letters.begin(), letters.end(), [](unsigned n) { return n == NO_LETTER; }),
+           "all letters were read", 0);
 }
 
 /* ---- expand -------------------------------------------------------------------------------------------- */
@@ -724,6 +728,8 @@ static void set_up() {
     CUDA_CHECK(cudaMemset(launch.workspace, 0xff, WORKSPACE_BYTES));
     CUDA_CHECK(cudaMalloc((void **)&launch.counters, N_COUNTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMemset(launch.counters, 0, N_COUNTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMalloc((void **)&launch.letters, N_LETTERS * sizeof(unsigned)));
+    CUDA_CHECK(cudaMemset(launch.letters, 0xff, N_LETTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMalloc((void **)&launch.report, sizeof(DeviceReport)));
     CUDA_CHECK(cudaMemset(launch.report, 0, sizeof(DeviceReport)));
 }
@@ -731,6 +737,7 @@ static void set_up() {
 static void tear_down() {
     CUDA_CHECK(cudaFree(launch.workspace));
     CUDA_CHECK(cudaFree(launch.counters));
+    CUDA_CHECK(cudaFree(launch.letters));
     CUDA_CHECK(cudaFree(launch.report));
     CUDA_CHECK(cudaStreamDestroy(launch.stream));
 }
@@ -757,6 +764,18 @@ static void test_few_shapes() {
         test_products(shape[0], shape[1], 50, true);
         test_expand(shape[0], shape[1], 50);
     }
+}
+
+/* As on a device whose blocks have 99 KB of shared memory (compute capability 8.6 and 8.9). */
+static void test_little_shared() {
+    const size_t all = launch.shared_per_block;
+    launch.shared_per_block = std::min(all, (size_t)99 << 10);
+    test_products(257, 17, 100, true);
+    if (!is_short) {
+        test_products(300, 5000, 100, true);
+        test_products(1000, 777, 50, true);
+    }
+    launch.shared_per_block = all;
 }
 
 static void time_shapes() {
@@ -786,6 +805,7 @@ int main(void) {
         test_encoder();
         test_real_shapes();
     }
+    test_little_shared();
     test_repeats();
     test_faults();
     test_counters();
