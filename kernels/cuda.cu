@@ -9,7 +9,7 @@
 #include "nvml.h"
 
 #define MAX_TOKENS 2048                          // tokens of a prefill chunk: expanding W is a sixth of its product
-#define WORKSPACE_BYTES ((size_t)64 << 20)       // partial sums: each launcher cuts its work so that they fit
+#define WORKSPACE_BYTES ((size_t)64 << 20)       // partial sums of SpMM, which cuts its work so that they fit
 #define STAGING_BYTES ((size_t)32 << 20)         // of each of two pinned buffers for uploads
 #define SMALL_UPLOAD ((size_t)1 << 20)           // not worth staging
 #define SPMM_MAX_TOKENS 64                       // above, expanding W for cuBLAS is faster (tests/bench/NOTES.md)
@@ -193,7 +193,7 @@ static bool cuda_random_matrix(Backend *be, Matrix *w, size_t *nnz, const Random
     } else if (!random_tiled_cbc(be, w, weights, totals)) {
         return false;
     }
-    cuda_read(be, &counted, totals, sizeof counted);
+    cuda_read(be, &counted, totals, sizeof counted);  // and waits: kernels of a step read weights before they wait
     *nnz = counted.nnz;
     if (w->format == FORMAT_TILED_CBC) {
         w->cbc.max_col_values = counted.max_col_values;
@@ -498,7 +498,7 @@ static int set_up_memory(Cuda *cuda, Error *err) {
     CudaLaunch *c = &cuda->launch;
     if (!(c->workspace = static_cast<float *>(device_alloc(WORKSPACE_BYTES, "partial sums", err))) ||
         !(c->counters = static_cast<unsigned *>(device_alloc(N_COUNTERS * sizeof *c->counters, "counters", err))) ||
-        !(c->letters = static_cast<unsigned *>(device_alloc(N_LETTERS * sizeof *c->letters, "sums", err))) ||
+        !(c->letters = static_cast<unsigned *>(device_alloc(N_LETTERS * sizeof *c->letters, "letters", err))) ||
         !(c->report = static_cast<DeviceReport *>(device_alloc(sizeof *c->report, "results", err))) ||
         !(cuda->host_report = static_cast<DeviceReport *>(pinned_alloc(sizeof *c->report, "results", err)))) {
         return ERR_MEMORY;

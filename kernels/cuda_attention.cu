@@ -79,7 +79,8 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
  * splits by the block of the last one, which takes what the others post as letters (cuda_ops.cuh). Each of these sums
  * has a fixed order.
  * Shared: an out vector and a (max, sum) per warp and head, and the weights and states of what is being joined.
- * Letters: of every set and split (HEADS) out vectors of PAD floats, then as many (max, sum, 0, 0). */
+ * Letters: of every set and split its heads' out vectors of PAD floats, with room for HEADS, then (max, sum, 0, 0) of
+ * each head: four words are waited for together. */
 
 #define DECODE_WARPS 8
 #define DECODE_THREADS (32 * DECODE_WARPS)
@@ -232,32 +233,21 @@ __device__ __forceinline__ float4 join_quad(const float *weight, const float4 *p
     return out;
 }
 
-/* The same of n quads that other blocks post, `stride` apart; AT_ONCE of them are waited for together. */
-template <int AT_ONCE> __device__ float4 join_posted(const float *weight, uint4 *posted, int stride, int n) {
+/* The same of n quads that other blocks post, `stride` apart. */
+__device__ float4 join_posted(const float *weight, uint4 *posted, int stride, int n) {
+    constexpr int AT_ONCE = 8;
     float4 out = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int first = 0; first < n; first += AT_ONCE) {
-        uint4 v[AT_ONCE];
-        bool all;
-        do {
-            all = true;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                v[i] = first + i < n ? look4(posted + (size_t)(first + i) * stride) : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                all &= all_posted(v[i]);
-            }
-        } while (!all);
+        float4 v[AT_ONCE];
+        take4(v, posted + (size_t)first * stride, stride, n - first);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (first + i < n) {
-                out.x += weight[first + i] * __uint_as_float(v[i].x);
-                out.y += weight[first + i] * __uint_as_float(v[i].y);
-                out.z += weight[first + i] * __uint_as_float(v[i].z);
-                out.w += weight[first + i] * __uint_as_float(v[i].w);
-                posted[(size_t)(first + i) * stride] = make_uint4(NO_LETTER, NO_LETTER, NO_LETTER, NO_LETTER);
+                out.x += weight[first + i] * v[i].x;
+                out.y += weight[first + i] * v[i].y;
+                out.z += weight[first + i] * v[i].z;
+                out.w += weight[first + i] * v[i].w;
             }
         }
     }
@@ -486,9 +476,9 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
             const int other = i / HEADS, h = i % HEADS;
             split_state[i] = joined[h];
             if (other < n_others && h < n_heads) {
-                const float whole = 1;
-                const float4 v = join_posted<1>(&whole, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
-                split_state[i] = {v.x, v.y};
+                float4 v[1];
+                take4(v, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
+                split_state[i] = {v[0].x, v[0].y};
             }
         }
         __syncthreads();  // states and own quads are complete
@@ -503,7 +493,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         if (n_others == 0) {
             v = join_quad(weight[h], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
         } else {
-            const float4 others = join_posted<8>(weight[h], posted + i, Shape::POSTED, n_others);
+            const float4 others = join_posted(weight[h], posted + i, Shape::POSTED, n_others);
             const float4 own = join_quad(weight[h] + n_others, warp_out[0] + i, 0, 1);
             v = make_float4(others.x + own.x, others.y + own.y, others.z + own.z, others.w + own.w);
         }

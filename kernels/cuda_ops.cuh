@@ -52,15 +52,15 @@ typedef struct {
     int n_sms;
     size_t shared_per_block;   // most shared memory that one block can have
     bool overlap;              // may a kernel start before the previous one ends? See can_overlap_cuda().
-    float *workspace;          // partial sums; contents are nobody's between launches
+    float *workspace;          // partial sums of SpMM; contents are nobody's between launches
     size_t workspace_bytes;
     unsigned *counters;        // N_COUNTERS zeros; a kernel that counts with them leaves zeros behind
-    unsigned *letters;         // N_LETTERS times NO_LETTER; a kernel that posts letters reads them all
+    unsigned *letters;         // N_LETTERS times NO_LETTER; a kernel that posts letters takes them all
     DeviceReport *report;      // in device memory
 } CudaLaunch;
 
 #define N_COUNTERS 65536
-#define N_LETTERS ((size_t)4 << 20)
+#define N_LETTERS ((size_t)4 << 20)  // a product needs rows * (slices - 1), up to 4096 columns a slice
 
 /* The input of a product: site and layer in one positive number, taken apart by finish(). */
 static inline unsigned fault_code(const Matrix *w) { return (unsigned)(w->site + N_SITES * (w->layer + 1) + 1); }
@@ -98,7 +98,7 @@ void attention_cuda(const CudaLaunch *c, fp16 *out, const fp16 *q, fp16 *k_cache
                     const float *rope, const AttentionShape *shape, const int *pos, int n, int kv_len_max);
 
 /* Choose report->token as sample_token() does (cuda_sampling.cu); -1 if a logit is not finite.
- * step: the draw's number.  workspace is c->workspace. */
+ * step: the draw's number. */
 void sample_cuda(const CudaLaunch *c, const float *logits, int n, const SampleParams *params, uint64_t step);
 
 /* The simple operations (cuda_ops.cu), as their namesakes in Backend. */
@@ -206,45 +206,86 @@ __device__ __forceinline__ void count(uint64_t *counter, uint64_t n) {
     atomicAdd(reinterpret_cast<unsigned long long *>(counter), (unsigned long long)n);
 }
 
-/* Count a block's arrival; returns how many came before. One thread calls it, behind a barrier of its block: what any thread of
- * the block wrote before is then visible to every block that arrives later, behind a barrier of its own. */
-__device__ __forceinline__ unsigned arrive(unsigned *counter) {
-    unsigned before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
+/* Letters: sums that a block hands to another without barrier, fence or counter. A letter is one word, NO_LETTER until it
+ * is posted; who takes it puts NO_LETTER back. Who waits for a letter relies on the poster's block having started: it has
+ * the smaller number, and blocks start in the order of their numbers. CUDA does not promise that; CUB's scans rely on
+ * it, too. */
+#define NO_LETTER 0xffffffffu
+
+/* The word that stands for a sum: its bits, but for a NaN that would read NO_LETTER, which becomes another one. */
+__device__ __forceinline__ unsigned letter_of(float sum) { return min(__float_as_uint(sum), NO_LETTER - 1); }
+
+__device__ __forceinline__ void post(unsigned *letter, float sum) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(letter), "r"(letter_of(sum)) : "memory");
 }
 
-/* Letters: sums that a block hands to another without barrier, fence or counter. A letter is one word, NO_LETTER until it
- * is posted; who has read it puts NO_LETTER back. No sum has these bits, as arithmetic makes one NaN only, 0x7fffffff
- * (PTX ISA, "Floating-Point Instructions"). The reader waits for blocks with smaller numbers only: they have started
- * before it. */
-#define NO_LETTER 0xffffffffu
-__device__ __forceinline__ void post(unsigned *letter, float sum) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(letter), "r"(__float_as_uint(sum)) : "memory");
+/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them. Further sums are -0,
+ * which adds nothing. */
+template <int N> __device__ __forceinline__ void take(float (&sums)[N], unsigned *letters, int stride, int n) {
+    unsigned content[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        content[i] = i < n ? NO_LETTER : __float_as_uint(-0.0f);
+    }
+    bool all;
+    do {
+        all = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) {  // look for those that had not come
+            asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, %2;\n @p ld.relaxed.gpu.global.u32 %0, [%1]; }"
+                         : "+r"(content[i])
+                         : "l"(letters + i * stride), "r"(NO_LETTER)
+                         : "memory");
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            all &= content[i] != NO_LETTER;
+        }
+    } while (!all);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        sums[i] = __uint_as_float(content[i]);
+        if (i < n) {
+            letters[i * stride] = NO_LETTER;
+        }
+    }
 }
-/* Look for it if *content is still NO_LETTER. */
-__device__ __forceinline__ void look(const unsigned *letter, unsigned *content) {
-    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, %2;\n @p ld.relaxed.gpu.global.u32 %0, [%1]; }"
-                 : "+r"(*content)
-                 : "l"(letter), "r"(NO_LETTER)
-                 : "memory");
-}
-/* Four letters at once, each with its own mark. */
+
+/* The same with four letters side by side. */
 __device__ __forceinline__ void post4(uint4 *letters, const float4 &sums) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(letters), "r"(__float_as_uint(sums.x)),
-                 "r"(__float_as_uint(sums.y)), "r"(__float_as_uint(sums.z)), "r"(__float_as_uint(sums.w))
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(letters), "r"(letter_of(sums.x)),
+                 "r"(letter_of(sums.y)), "r"(letter_of(sums.z)), "r"(letter_of(sums.w))
                  : "memory");
 }
-__device__ __forceinline__ uint4 look4(const uint4 *letters) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(letters)
-                 : "memory");
-    return v;
-}
-__device__ __forceinline__ bool all_posted(const uint4 &v) {
-    return v.x != NO_LETTER && v.y != NO_LETTER && v.z != NO_LETTER && v.w != NO_LETTER;
+template <int N> __device__ __forceinline__ void take4(float4 (&sums)[N], uint4 *letters, int stride, int n) {
+    uint4 content[N];
+    bool all;
+    do {
+        all = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            content[i] = make_uint4(0, 0, 0, 0);
+            if (i < n) {
+                asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(content[i].x), "=r"(content[i].y), "=r"(content[i].z), "=r"(content[i].w)
+                             : "l"(letters + i * stride)
+                             : "memory");
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            all &= content[i].x != NO_LETTER && content[i].y != NO_LETTER && content[i].z != NO_LETTER &&
+                   content[i].w != NO_LETTER;
+        }
+    } while (!all);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        sums[i] = make_float4(__uint_as_float(content[i].x), __uint_as_float(content[i].y),
+                              __uint_as_float(content[i].z), __uint_as_float(content[i].w));
+        if (i < n) {
+            letters[i * stride] = make_uint4(NO_LETTER, NO_LETTER, NO_LETTER, NO_LETTER);
+        }
+    }
 }
 
 /* cp.async (sm_80 and up): 16 bytes from global to shared memory without passing through registers. */

@@ -320,6 +320,14 @@ __device__ __forceinline__ void mma_m16n8k16(float sums[4], const uint32_t low[2
         : "r"(low[0]), "r"(low[1]), "r"(high[0]), "r"(high[1]), "r"(b.x), "r"(b.y));
 }
 
+/* Count a block's arrival; returns how many came before. One thread calls it, behind a barrier of its block: what any thread of
+ * the block wrote before is then visible to every block that arrives later, behind a barrier of its own. */
+__device__ __forceinline__ unsigned arrive(unsigned *counter) {
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 /* Add up the partial sums of all slices. Returns true in the one block that has to go on, with the total. */
 template <int TOKENS> __device__ bool join_slices(Sums<TOKENS> &sums, float *workspace, unsigned *counters) {
     const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, slices = gridDim.x;

@@ -23,8 +23,7 @@
  *
  * Sums of warps, then of slices, are added in a fixed order. The block of a tile row's last slice takes what the other
  * slices' blocks post as letters (cuda_ops.cuh) and applies the epilogue. It waits for blocks with smaller numbers only,
- * which have started before it, and those wait for nobody. Barriers are those of the warp except around the list and
- * the sums of the warps.
+ * and those wait for nobody. Barriers are those of the warp except around the list and the sums of the warps.
  *
  * Bytes: active columns' values, bitmaps and ColInfo, the offsets of their GTiles, x once a tile row (L2).
  * Reference: kernels/cpu.c (cbc_product). Test: tests/test_kernels.c. Measured: tests/bench/NOTES.md. */
@@ -66,7 +65,7 @@ static_assert(THREADS > TILE_M, "the final sums take a thread a row, and a warp 
 
 /* Shared memory, in this order. */
 struct Layout {
-    int ring, index;          // byte offsets, of a warp's, WARPS times
+    int ring, index;          // byte offsets; of both there is one for each warp
     int list, gtiles, input;  // the active columns, where the values of each GTile of the slice begin, the columns' x
     int ring_bytes;           // of one warp; its sums must fit there in the end
     int total;
@@ -80,7 +79,7 @@ __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) 
     l.index = l.ring + WARPS * l.ring_bytes;
     l.list = l.index + WARPS * INDEX_BYTES;
     l.gtiles = l.list + slice_cols * (int)sizeof(unsigned);
-    l.input = l.gtiles + (slice_cols / TILE_K / 2 + 2) * 2 * (int)sizeof(unsigned);  // two more if it begins in a GTile
+    l.input = l.gtiles + (slice_cols / TILE_K / 2 + 2) * 2 * (int)sizeof(unsigned);  // begins in a GTile; input on 8 bytes
     l.total = l.input + slice_cols * (int)sizeof(half);
     return l;
 }
@@ -88,6 +87,7 @@ __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) 
 /* What the list tells of an active column: its number in the slice | the piece of its GTile that it begins with <<
  * START_SHIFT | its pieces << PIECES_SHIFT. */
 constexpr int START_SHIFT = 12, PIECES_SHIFT = 21;
+static_assert(MAX_SLICE / TILE_K + 2 <= THREADS, "a thread takes the start of a GTile");
 static_assert(MAX_SLICE <= 1 << START_SHIFT, "a column's number in its slice");
 static_assert(TILE_M * TILE_K / COLUMN_ALIGN <= 1 << (PIECES_SHIFT - START_SHIFT), "the piece that it begins with");
 
@@ -193,33 +193,15 @@ __device__ __forceinline__ void multiply_rows(half2 *sum, unsigned bits, unsigne
 }
 
 /* The sum of one row over n slices, from the letter of the first on. */
-__device__ float take_letters(unsigned *letter, int n) {
+__device__ float take_sum(unsigned *letter, int n) {
     float sum = 0;
 #pragma unroll 1
     for (int left = n; left > 0; left -= LETTERS_AT_ONCE, letter += LETTERS_AT_ONCE * TILE_M) {
-        unsigned content[LETTERS_AT_ONCE];
+        float parts[LETTERS_AT_ONCE];
+        take(parts, letter, TILE_M, left);
 #pragma unroll
         for (int i = 0; i < LETTERS_AT_ONCE; i++) {
-            content[i] = i < left ? NO_LETTER : __float_as_uint(-0.0f);
-        }
-        bool all;
-        do {
-            all = true;
-#pragma unroll
-            for (int i = 0; i < LETTERS_AT_ONCE; i++) {
-                look(letter + i * TILE_M, &content[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < LETTERS_AT_ONCE; i++) {
-                all &= content[i] != NO_LETTER;
-            }
-        } while (!all);
-#pragma unroll
-        for (int i = 0; i < LETTERS_AT_ONCE; i++) {
-            sum += __uint_as_float(content[i]);
-            if (i < left) {
-                letter[i * TILE_M] = NO_LETTER;
-            }
+            sum += parts[i];
         }
     }
     return sum;
@@ -242,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     unsigned *gtile_start = reinterpret_cast<unsigned *>(shared + layout.gtiles);  // in pieces
     fp16 *input = reinterpret_cast<fp16 *>(shared + layout.input);
 
-    // no kernel writes thresholds or weights
+    // nothing that a step launches writes thresholds or weights
     const float limit = threshold ? *threshold : 0.0f;
     const int n_gtiles = (first_col % TILE_K + n_cols - 1) / TILE_K + 1;
     if ((int)threadIdx.x < n_gtiles) {
@@ -389,7 +371,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const size_t out_row = (size_t)tile_row * TILE_M + row;
     const bool writes = out_row < w.rows;
     const float old = EPILOGUE == EPILOGUE_ADD && writes ? static_cast<float *>(out)[out_row] : 0.0f;
-    y += take_letters(letter, n_others);
+    y += take_sum(letter, n_others);
 
     if (EPILOGUE == EPILOGUE_SWIGLU) {
         const float up = __shfl_down_sync(~0u, y, 1);
@@ -433,7 +415,7 @@ int choose_slice(const CudaLaunch *c, const Matrix *w, int slot_bytes) {
         const double time = (double)(per_sm / at_once) * TIME_OF[at_once] + TIME_OF[per_sm % at_once];
         const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
         const double block = (double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS;
-        const double sums = SLICE_COLUMNS * (double)slices + LETTERS_COLUMNS * (double)ceil_div(slices, LETTERS_AT_ONCE);
+        const double sums = SLICE_COLUMNS * (double)slices + LETTERS_COLUMNS * (double)ceil_div(slices - 1, LETTERS_AT_ONCE);
         const double cost = block * time + sums;
         if (cost < best_cost) {
             best = slice;

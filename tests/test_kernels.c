@@ -612,6 +612,31 @@ static void test_a_threshold_does_not_hide_an_input_that_is_not_finite(void **st
     free_weights(&w);
 }
 
+/* Infinities of either sign in one sum, of columns that a GPU leaves to the first of several blocks: what that block hands
+ * on is no number, and must arrive all the same. */
+static void test_sums_that_are_not_numbers_arrive(void **state) {
+    const Fixture *f = *state;
+    uint64_t random = SEED + 23;
+    Weights w = make_weights(300, 5000, HALF_NONZERO, draw_normal, &random);
+    fp16 *x = make_inputs(1, w.cols, draw_normal, &random);
+    x[3] = x[5] = 0x7c00;
+    for (size_t i = 0; i < f->n; i++) {
+        Backend *be = f->machines[i].be[0];
+        float *y = run_product(be, MATMUL, &w.as[CBC], x, 1, NULL);
+        check_reported_once(be, "a number at the MLP hidden of layer 3 is not finite");
+        for (size_t row = 0; row < w.rows; row++) {
+            const fp16 *weights = w.w + row * w.as[DENSE].stride;
+            const bool minus = weights[3] >> 15, other_minus = weights[5] >> 15;
+            if (magnitude_of(weights[3]) > 0 && magnitude_of(weights[5]) > 0) {  // both are there
+                assert_true(minus != other_minus ? isnan(y[row]) : isinf(y[row]) && (y[row] < 0) == minus);
+            }
+        }
+        free(y);
+    }
+    free(x);
+    free_weights(&w);
+}
+
 static void test_the_first_of_several_faults_is_reported(void **state) {
     const Fixture *f = *state;
     uint64_t random = SEED + 12;
@@ -1414,6 +1439,7 @@ int main(void) {
         cmocka_unit_test(test_products_do_not_depend_on_threads_or_on_what_ran_before),
         cmocka_unit_test(test_an_input_that_is_not_finite_is_reported_once_with_layer_and_site),
         cmocka_unit_test(test_a_threshold_does_not_hide_an_input_that_is_not_finite),
+        cmocka_unit_test(test_sums_that_are_not_numbers_arrive),
         cmocka_unit_test(test_the_first_of_several_faults_is_reported),
         cmocka_unit_test(test_counters_of_a_case_worked_out_by_hand),
         cmocka_unit_test(test_embed_copies_rows_exactly),

@@ -282,7 +282,6 @@ static void bench_dense(Bench *b, const Case &s, Time *cublas, Time *gemv) {
 static void check_once(Bench *b, const DeviceMatrix &m, const Vectors &v, float threshold, double *bytes,
                        double *error) {
     CUDA_CHECK(cudaMemset(v.out, 0xff, m.rows * sizeof *v.out));
-    CUDA_CHECK(cudaMemset(b->c.letters, 0xff, N_LETTERS * sizeof *b->c.letters));
     CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
     CUDA_CHECK(cudaDeviceSynchronize());
     spmspv_cuda(&b->c, v.out, &m.w, v.x, v.threshold, EPILOGUE_STORE, 0);
@@ -303,7 +302,7 @@ static void sweep_slices(const Case &s, double sp, double dp, double cublas_us,
     double best = 1e9;
     int best_slice = 0;
     for (int slice = 64; slice <= std::min(s.cols, 2048); slice += slice < 512 ? 32 : 64) {
-        if ((size_t)ceil_div(s.cols, slice) * round_up(s.rows, TILE_M) <= N_LETTERS) {
+        if ((ceil_div(s.cols, slice) - 1) * round_up(s.rows, TILE_M) <= N_LETTERS) {
             const double t = time_slice(slice).median;
             printf("    sweep %d %d %g %g %d %.2f\n", s.rows, s.cols, sp, dp, slice, t);
             if (t < best) {

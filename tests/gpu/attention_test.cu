@@ -78,14 +78,9 @@ CudaLaunch make_launch() {
     CUDA_CHECK(cudaDeviceGetAttribute(&c.n_sms, cudaDevAttrMultiProcessorCount, 0));
     CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
     c.shared_per_block = (size_t)shared;
-    c.workspace_bytes = (size_t)16 << 20;
-    c.workspace = device_alloc<float>(c.workspace_bytes / sizeof(float));
-    c.counters = device_alloc<unsigned>(N_COUNTERS);
     c.letters = device_alloc<unsigned>(N_LETTERS);
     c.report = device_alloc<DeviceReport>(1);
     CUDA_CHECK(cudaMemset(c.report, 0, sizeof *c.report));
-    CUDA_CHECK(cudaMemset(c.workspace, 0xff, c.workspace_bytes));
-    CUDA_CHECK(cudaMemset(c.counters, 0, N_COUNTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMemset(c.letters, 0xff, N_LETTERS * sizeof(unsigned)));
     return c;
 }
