@@ -206,10 +206,10 @@ __device__ __forceinline__ void count(uint64_t *counter, uint64_t n) {
     atomicAdd(reinterpret_cast<unsigned long long *>(counter), (unsigned long long)n);
 }
 
-/* Letters: sums that a block hands to another without barrier, fence or counter. A letter is one word, NO_LETTER until it
- * is posted; who takes it puts NO_LETTER back. Who waits for a letter relies on the poster's block having started: it has
- * the smaller number, and blocks start in the order of their numbers. CUDA does not promise that; CUB's scans rely on
- * it, too. */
+/* Letters: sums that a block hands to another without barrier, fence or counter. A letter is one word, NO_LETTER until
+ * it is posted; who takes it puts NO_LETTER back. Who waits for a letter relies on the poster's block having started:
+ * it has the smaller number, and blocks start in the order of their numbers. CUDA does not promise that; CUB's scans
+ * rely on it, too. */
 #define NO_LETTER 0xffffffffu
 
 /* The word that stands for a sum: its bits, but for a NaN that would read NO_LETTER, which becomes another one. */
@@ -219,8 +219,8 @@ __device__ __forceinline__ void post(unsigned *letter, float sum) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(letter), "r"(letter_of(sum)) : "memory");
 }
 
-/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them. Further sums are -0,
- * which adds nothing. */
+/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them. Further sums are
+ * -0, which adds nothing. */
 template <int N> __device__ __forceinline__ void take(float (&sums)[N], unsigned *letters, int stride, int n) {
     unsigned content[N];
 #pragma unroll

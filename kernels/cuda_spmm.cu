@@ -320,8 +320,8 @@ __device__ __forceinline__ void mma_m16n8k16(float sums[4], const uint32_t low[2
         : "r"(low[0]), "r"(low[1]), "r"(high[0]), "r"(high[1]), "r"(b.x), "r"(b.y));
 }
 
-/* Count a block's arrival; returns how many came before. One thread calls it, behind a barrier of its block: what any thread of
- * the block wrote before is then visible to every block that arrives later, behind a barrier of its own. */
+/* Count a block's arrival; returns how many came before. One thread calls it, behind a barrier of its block: what any
+ * thread of the block wrote before is then visible to every block that arrives later, behind a barrier of its own. */
 __device__ __forceinline__ unsigned arrive(unsigned *counter) {
     unsigned before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -6,24 +6,25 @@
  * A column k is active if |x_k| > threshold. One block takes one tile row (256 rows) x one slice of the columns:
  *
  *   list        The block asks for ColInfo and TileOffset of its slice before x is there. With x it lists the active
- *               columns: number, start and size of the values, x. Its warps share the list in equal numbers of stages,
- *               so no warp walks over skipped columns.
- *   copy        A warp takes 32 active columns at a time. Values come through cp.async, STAGE_COLUMNS columns a stage,
- *               8 lanes a column, 16 bytes a lane, STAGES stages in flight. A column goes to the place in its slot
- *               where it lies in 128-byte lines as it does in global memory: copies whose two sides differ in that
- *               fetch half of their sectors twice.
- *   index       Lane = column: it reads the column's 32 bytes of bitmap while the first values are on their way, counts
- *               bits, and leaves for each group of 32 rows (word, address of its first value) in shared memory. The
- *               rank of every group costs a fraction of an instruction this way.
+ *               columns: number, start and size of the values, x. Its warps share the list in equal numbers of
+ *               stages, so no warp walks over skipped columns.
+ *   copy        A warp takes 32 active columns at a time. Values come through cp.async, STAGE_COLUMNS columns a
+ *               stage, 8 lanes a column, 16 bytes a lane, STAGES stages in flight. A column goes to the place in its
+ *               slot where it lies in 128-byte lines as it does in global memory: copies whose two sides differ in
+ *               that fetch half of their sectors twice.
+ *   index       Lane = column: it reads the column's 32 bytes of bitmap while the first values are on their way,
+ *               counts bits, and leaves for each group of 32 rows (word, address of its first value) in shared
+ *               memory. The rank of every group costs a fraction of an instruction this way.
  *   multiply    Lane = 4 neighbouring rows in each half of the tile: 4 bits of a word. (Neighbouring lanes then
  *               read neighbouring words of shared memory; 8 rows a lane double the bank conflicts.) Rows whose bit is
  *               set take the values from the lane's rank on, one after the other, under predicates that one
  *               instruction makes from the bits: what is not selected is never loaded. Products are summed in fp16,
  *               FLUSH_COLUMNS columns long, then in fp32.
  *
- * Sums of warps, then of slices, are added in a fixed order. The block of a tile row's last slice takes what the other
- * slices' blocks post as letters (cuda_ops.cuh) and applies the epilogue. It waits for blocks with smaller numbers only,
- * and those wait for nobody. Barriers are those of the warp except around the list and the sums of the warps.
+ * Sums of warps, then of slices, are added in a fixed order. The block of a tile row's last slice takes what the
+ * other slices' blocks post as letters (cuda_ops.cuh) and applies the epilogue. It waits for blocks with smaller
+ * numbers only, and those wait for nobody. Barriers are those of the warp except around the list and the sums of the
+ * warps.
  *
  * Bytes: active columns' values, bitmaps and ColInfo, the offsets of their GTiles, x once a tile row (L2).
  * Reference: kernels/cpu.c (cbc_product). Test: tests/test_kernels.c. Measured: tests/bench/NOTES.md. */
@@ -79,7 +80,8 @@ __host__ __device__ inline Layout shared_layout(int slice_cols, int slot_bytes) 
     l.index = l.ring + WARPS * l.ring_bytes;
     l.list = l.index + WARPS * INDEX_BYTES;
     l.gtiles = l.list + slice_cols * (int)sizeof(unsigned);
-    l.input = l.gtiles + (slice_cols / TILE_K / 2 + 2) * 2 * (int)sizeof(unsigned);  // begins in a GTile; input on 8 bytes
+    // a slice may begin in the middle of a GTile; input is read 8 bytes at a time
+    l.input = l.gtiles + (slice_cols / TILE_K / 2 + 2) * 2 * (int)sizeof(unsigned);
     l.total = l.input + slice_cols * (int)sizeof(half);
     return l;
 }
@@ -91,8 +93,8 @@ static_assert(MAX_SLICE / TILE_K + 2 <= THREADS, "a thread takes the start of a 
 static_assert(MAX_SLICE <= 1 << START_SHIFT, "a column's number in its slice");
 static_assert(TILE_M * TILE_K / COLUMN_ALIGN <= 1 << (PIECES_SHIFT - START_SHIFT), "the piece that it begins with");
 
-/* List the active columns of x[0 .. n_cols-1] in order, and their x. info: ColInfo of the first one. Returns how many;
- * *finite: is every x of this thread? Waits for x, but not before it has asked for ColInfo. */
+/* List the active columns of x[0 .. n_cols-1] in order, and their x. info: ColInfo of the first one. Returns how
+ * many; *finite: is every x of this thread? Waits for x, but not before it has asked for ColInfo. */
 __device__ int list_active(unsigned *list, fp16 *input, const fp16 *x, const uint32_t *info, int n_cols,
                            float threshold, bool *finite) {
     constexpr int ROUNDS = (MAX_SLICE + THREADS - 1) / THREADS;
@@ -152,8 +154,8 @@ template <int LINES> __device__ __forceinline__ void copy_piece(unsigned to, con
                  : "memory");
 }
 
-/* Leave in `index`, for each group of 32 rows and the same group of the tile's other half: (word, shared address of its
- * first value, the other's word and address). Returns the nonzeros.
+/* Leave in `index`, for each group of 32 rows and the same group of the tile's other half: (word, shared address of
+ * its first value, the other's word and address). Returns the nonzeros.
  *   words   the column's bitmap     value   shared address of its first value */
 __device__ unsigned write_index(unsigned char *index, const unsigned (&words)[GROUPS], unsigned value) {
     unsigned group[GROUPS + 1];
@@ -313,7 +315,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncwarp();  // every lane's copies of this stage have come
                 const int at = stage * STAGE_COLUMNS;
                 const uint2 xs = *reinterpret_cast<const uint2 *>(input + chunk + at);
-                const half2 pairs[2] = {*reinterpret_cast<const half2 *>(&xs.x), *reinterpret_cast<const half2 *>(&xs.y)};
+                const half2 *pairs = reinterpret_cast<const half2 *>(&xs);
                 const uint4 *groups = reinterpret_cast<const uint4 *>(index + lane / 8 * GROUP_STRIDE) + at;
 #pragma unroll
                 for (int c = 0; c < STAGE_COLUMNS; c++) {
@@ -415,7 +417,8 @@ int choose_slice(const CudaLaunch *c, const Matrix *w, int slot_bytes) {
         const double time = (double)(per_sm / at_once) * TIME_OF[at_once] + TIME_OF[per_sm % at_once];
         const double chunks = ceil((double)slice * ACTIVE / (WARPS * CHUNK));
         const double block = (double)slice + CHUNK_COLUMNS * chunks + BLOCK_COLUMNS;
-        const double sums = SLICE_COLUMNS * (double)slices + LETTERS_COLUMNS * (double)ceil_div(slices - 1, LETTERS_AT_ONCE);
+        const double batches = (double)ceil_div(slices - 1, LETTERS_AT_ONCE);
+        const double sums = SLICE_COLUMNS * (double)slices + LETTERS_COLUMNS * batches;
         const double cost = block * time + sums;
         if (cost < best_cost) {
             best = slice;
