@@ -512,7 +512,7 @@ static int set_up_memory(Cuda *cuda, Error *err) {
     }
     c->workspace_bytes = WORKSPACE_BYTES;
     CUDA_CHECK(cudaMemsetAsync(c->counters, 0, N_COUNTERS * sizeof *c->counters, c->stream));
-    CUDA_CHECK(cudaMemsetAsync(c->letters, 0xff, N_LETTERS * sizeof *c->letters, c->stream));
+    clear_letters(c);
     CUDA_CHECK(cudaMemsetAsync(c->report, 0, sizeof *c->report, c->stream));
     return OK;
 }

@@ -239,15 +239,15 @@ __device__ float4 join_posted(const float *weight, uint4 *posted, int stride, in
     float4 out = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int first = 0; first < n; first += AT_ONCE) {
-        float4 v[AT_ONCE];
-        take4(v, posted + (size_t)first * stride, stride, n - first);
+        uint4 v[AT_ONCE];
+        take(v, posted + (size_t)first * stride, stride, n - first);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (first + i < n) {
-                out.x += weight[first + i] * v[i].x;
-                out.y += weight[first + i] * v[i].y;
-                out.z += weight[first + i] * v[i].z;
-                out.w += weight[first + i] * v[i].w;
+                out.x += weight[first + i] * __uint_as_float(v[i].x);
+                out.y += weight[first + i] * __uint_as_float(v[i].y);
+                out.z += weight[first + i] * __uint_as_float(v[i].z);
+                out.w += weight[first + i] * __uint_as_float(v[i].w);
             }
         }
     }
@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
             const float4 v = join_quad(weight[i * 4 / PAD], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
             if (split < n_others) {
-                post4(mine + i, v);
+                post(mine + i, v);
             } else {
                 warp_out[0][i] = v;  // no other thread reads this quad
             }
@@ -468,7 +468,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
         if (split < n_others) {
             if (threadIdx.x < n_heads) {
                 const SoftmaxState state = joined[threadIdx.x];
-                post4(mine + Shape::QUADS + threadIdx.x, make_float4(state.max, state.sum, 0, 0));
+                post(mine + Shape::QUADS + threadIdx.x, make_float4(state.max, state.sum, 0, 0));
             }
             return;
         }
@@ -476,9 +476,9 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
             const int other = i / HEADS, h = i % HEADS;
             split_state[i] = joined[h];
             if (other < n_others && h < n_heads) {
-                float4 v[1];
-                take4(v, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
-                split_state[i] = {v[0].x, v[0].y};
+                uint4 state[1];
+                take(state, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
+                split_state[i] = {__uint_as_float(state[0].x), __uint_as_float(state[0].y)};
             }
         }
         __syncthreads();  // states and own quads are complete

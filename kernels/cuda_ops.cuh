@@ -61,6 +61,13 @@ typedef struct {
 
 #define N_COUNTERS 65536
 #define N_LETTERS ((size_t)4 << 20)  // a product needs rows * (slices - 1), up to 4096 columns a slice
+#define NO_LETTER 0xffffffffu
+static_assert(NO_LETTER == (NO_LETTER & 0xff) * 0x01010101u, "memory is filled with it byte by byte");
+
+/* Fill new memory for letters, in order of the stream. */
+static inline void clear_letters(const CudaLaunch *c) {
+    CUDA_CHECK(cudaMemsetAsync(c->letters, NO_LETTER & 0xff, N_LETTERS * sizeof *c->letters, c->stream));
+}
 
 /* The input of a product: site and layer in one positive number, taken apart by finish(). */
 static inline unsigned fault_code(const Matrix *w) { return (unsigned)(w->site + N_SITES * (w->layer + 1) + 1); }
@@ -210,80 +217,69 @@ __device__ __forceinline__ void count(uint64_t *counter, uint64_t n) {
  * it is posted; who takes it puts NO_LETTER back. Who waits for a letter relies on the poster's block having started:
  * it has the smaller number, and blocks start in the order of their numbers. CUDA does not promise that; CUB's scans
  * rely on it, too. */
-#define NO_LETTER 0xffffffffu
 
 /* The word that stands for a sum: its bits, but for a NaN that would read NO_LETTER, which becomes another one. */
 __device__ __forceinline__ unsigned letter_of(float sum) { return min(__float_as_uint(sum), NO_LETTER - 1); }
 
+/* Letters go alone (unsigned) or four side by side (uint4), each word with its own mark. */
+template <class Letters> __device__ Letters all_of(unsigned word);
+template <> __device__ __forceinline__ unsigned all_of(unsigned word) { return word; }
+template <> __device__ __forceinline__ uint4 all_of(unsigned word) { return make_uint4(word, word, word, word); }
+
+__device__ __forceinline__ bool has_come(unsigned l) { return l != NO_LETTER; }
+__device__ __forceinline__ bool has_come(const uint4 &l) {
+    return has_come(l.x) && has_come(l.y) && has_come(l.z) && has_come(l.w);
+}
+
 __device__ __forceinline__ void post(unsigned *letter, float sum) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(letter), "r"(letter_of(sum)) : "memory");
 }
-
-/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them. Further sums are
- * -0, which adds nothing. */
-template <int N> __device__ __forceinline__ void take(float (&sums)[N], unsigned *letters, int stride, int n) {
-    unsigned content[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        content[i] = i < n ? NO_LETTER : __float_as_uint(-0.0f);
-    }
-    bool all;
-    do {
-        all = true;
-#pragma unroll
-        for (int i = 0; i < N; i++) {  // look for those that had not come
-            asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, %2;\n @p ld.relaxed.gpu.global.u32 %0, [%1]; }"
-                         : "+r"(content[i])
-                         : "l"(letters + i * stride), "r"(NO_LETTER)
-                         : "memory");
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            all &= content[i] != NO_LETTER;
-        }
-    } while (!all);
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        sums[i] = __uint_as_float(content[i]);
-        if (i < n) {
-            letters[i * stride] = NO_LETTER;
-        }
-    }
-}
-
-/* The same with four letters side by side. */
-__device__ __forceinline__ void post4(uint4 *letters, const float4 &sums) {
+__device__ __forceinline__ void post(uint4 *letters, const float4 &sums) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(letters), "r"(letter_of(sums.x)),
                  "r"(letter_of(sums.y)), "r"(letter_of(sums.z)), "r"(letter_of(sums.w))
                  : "memory");
 }
-template <int N> __device__ __forceinline__ void take4(float4 (&sums)[N], uint4 *letters, int stride, int n) {
-    uint4 content[N];
+
+/* Look once more if it had not come. */
+__device__ __forceinline__ void look(const unsigned *letter, unsigned *content) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, %2;\n @p ld.relaxed.gpu.global.u32 %0, [%1]; }"
+                 : "+r"(*content)
+                 : "l"(letter), "r"(NO_LETTER)
+                 : "memory");
+}
+__device__ __forceinline__ void look(const uint4 *letters, uint4 *content) {
+    if (!has_come(*content)) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(content->x), "=r"(content->y), "=r"(content->z), "=r"(content->w)
+                     : "l"(letters)
+                     : "memory");
+    }
+}
+
+/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them: content has the sums'
+ * bits. Further ones are -0, which adds nothing. */
+template <int N, class Letters>
+__device__ __forceinline__ void take(Letters (&content)[N], Letters *letters, int stride, int n) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        content[i] = all_of<Letters>(i < n ? NO_LETTER : __float_as_uint(-0.0f));
+    }
     bool all;
     do {
         all = true;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            content[i] = make_uint4(0, 0, 0, 0);
-            if (i < n) {
-                asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(content[i].x), "=r"(content[i].y), "=r"(content[i].z), "=r"(content[i].w)
-                             : "l"(letters + i * stride)
-                             : "memory");
-            }
+            look(letters + i * stride, &content[i]);
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            all &= content[i].x != NO_LETTER && content[i].y != NO_LETTER && content[i].z != NO_LETTER &&
-                   content[i].w != NO_LETTER;
+            all &= has_come(content[i]);
         }
     } while (!all);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        sums[i] = make_float4(__uint_as_float(content[i].x), __uint_as_float(content[i].y),
-                              __uint_as_float(content[i].z), __uint_as_float(content[i].w));
         if (i < n) {
-            letters[i * stride] = make_uint4(NO_LETTER, NO_LETTER, NO_LETTER, NO_LETTER);
+            letters[i * stride] = all_of<Letters>(NO_LETTER);
         }
     }
 }

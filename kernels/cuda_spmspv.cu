@@ -199,11 +199,11 @@ __device__ float take_sum(unsigned *letter, int n) {
     float sum = 0;
 #pragma unroll 1
     for (int left = n; left > 0; left -= LETTERS_AT_ONCE, letter += LETTERS_AT_ONCE * TILE_M) {
-        float parts[LETTERS_AT_ONCE];
+        unsigned parts[LETTERS_AT_ONCE];
         take(parts, letter, TILE_M, left);
 #pragma unroll
         for (int i = 0; i < LETTERS_AT_ONCE; i++) {
-            sum += parts[i];
+            sum += __uint_as_float(parts[i]);
         }
     }
     return sum;

@@ -612,8 +612,8 @@ static void test_a_threshold_does_not_hide_an_input_that_is_not_finite(void **st
     free_weights(&w);
 }
 
-/* Infinities of either sign in one sum, of columns that a GPU leaves to the first of several blocks: what that block hands
- * on is no number, and must arrive all the same. */
+/* Infinities of either sign in one sum, of columns that a GPU leaves to the first of several blocks: what that block
+ * hands on is no number, and must arrive all the same. */
 static void test_sums_that_are_not_numbers_arrive(void **state) {
     const Fixture *f = *state;
     uint64_t random = SEED + 23;

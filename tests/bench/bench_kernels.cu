@@ -382,7 +382,7 @@ static void set_up(Bench *b, const char *path) {
     CUDA_CHECK(cudaMalloc(&b->c.letters, N_LETTERS * sizeof *b->c.letters));
     CUDA_CHECK(cudaMalloc(&b->c.report, sizeof(DeviceReport)));
     CUDA_CHECK(cudaMemset(b->c.counters, 0, N_COUNTERS * sizeof(unsigned)));
-    CUDA_CHECK(cudaMemset(b->c.letters, 0xff, N_LETTERS * sizeof *b->c.letters));
+    clear_letters(&b->c);
     CUDA_CHECK(cudaMemset(b->c.report, 0, sizeof(DeviceReport)));
     CUDA_CHECK(cudaDeviceSynchronize());
     Error err;

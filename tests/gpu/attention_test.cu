@@ -81,7 +81,7 @@ CudaLaunch make_launch() {
     c.letters = device_alloc<unsigned>(N_LETTERS);
     c.report = device_alloc<DeviceReport>(1);
     CUDA_CHECK(cudaMemset(c.report, 0, sizeof *c.report));
-    CUDA_CHECK(cudaMemset(c.letters, 0xff, N_LETTERS * sizeof(unsigned)));
+    clear_letters(&c);
     return c;
 }
 

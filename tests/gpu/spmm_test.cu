@@ -729,7 +729,7 @@ static void set_up() {
     CUDA_CHECK(cudaMalloc((void **)&launch.counters, N_COUNTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMemset(launch.counters, 0, N_COUNTERS * sizeof(unsigned)));
     CUDA_CHECK(cudaMalloc((void **)&launch.letters, N_LETTERS * sizeof(unsigned)));
-    CUDA_CHECK(cudaMemset(launch.letters, 0xff, N_LETTERS * sizeof(unsigned)));
+    clear_letters(&launch);
     CUDA_CHECK(cudaMalloc((void **)&launch.report, sizeof(DeviceReport)));
     CUDA_CHECK(cudaMemset(launch.report, 0, sizeof(DeviceReport)));
 }
