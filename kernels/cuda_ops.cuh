@@ -256,8 +256,8 @@ __device__ __forceinline__ void look(const uint4 *letters, uint4 *content) {
     }
 }
 
-/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them: content has the sums'
- * bits. Further ones are -0, which adds nothing. */
+/* Wait for the first n (at most N) of letters that are `stride` apart, all at once, and take them: content has the
+ * sums' bits. Further ones are -0, which adds nothing. */
 template <int N, class Letters>
 __device__ __forceinline__ void take(Letters (&content)[N], Letters *letters, int stride, int n) {
 #pragma unroll
