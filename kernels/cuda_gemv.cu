@@ -3,16 +3,19 @@
  *   out  (rows) fp32 or (rows / 2) fp16, by the epilogue      W  (rows, cols) fp16, rows `stride` apart, zeros
  *   x    (cols) fp16, 16-byte aligned                            between cols and stride
  *
- * A warp takes a pair of neighbouring rows, which is what SwiGLU needs and lets both use one load of x. Lanes read
- * 16 bytes each, UNROLL of them from each row before the first is used, so that enough bytes are in flight, and the
- * first ones before x is there. Sums in fp32, in a fixed order.
+ * Warps of a block share a pair of neighbouring rows, which is what SwiGLU needs and lets both use one load of x. They
+ * are so many that each has all its columns in flight at once, if that can be: blocks are short then, and the last
+ * ones end together. Lanes read 16 bytes each, UNROLL of them from each row before the first is used, and the first
+ * ones before x is there. Sums in fp32, in a fixed order.
  *
  * Bytes: rows * stride * 2; x stays in L1. Reference: kernels/cpu.c (dense_product). Test: tests/test_kernels.c. */
 #include "cuda_ops.cuh"
 
 namespace {
 
-constexpr int WARPS = 4;
+constexpr int MIN_WARPS = 4;             // of a block: narrow matrices have several pairs of rows in one
+constexpr int MAX_WARPS = 8;
+constexpr int THREADS_PER_SM = 1024;     // at least: bounds the registers
 constexpr int UNROLL = 4;
 constexpr int VECTOR = 8;                // fp16 in 16 bytes
 constexpr int STEP = 32 * VECTOR;        // columns that a warp takes with one load a lane
@@ -50,14 +53,14 @@ __device__ __forceinline__ uint4 load_inputs(const fp16 *x, int k, int cols) {
 }
 
 template <Epilogue EPILOGUE>
-__global__ void __launch_bounds__(32 * WARPS)
-    gemv_kernel(void *out, const fp16 *__restrict__ w, size_t stride, int rows, int cols,
+__global__ void __launch_bounds__(32 * MAX_WARPS, THREADS_PER_SM / (32 * MAX_WARPS))
+    gemv_kernel(void *out, const fp16 *__restrict__ w, size_t stride, int rows, int cols, int sharing,
                 const fp16 *x, DeviceReport *report, unsigned fault, int site) {
-    const int lane = threadIdx.x % 32, row = 2 * (int)(blockIdx.x * WARPS + threadIdx.x / 32);
-    if (row >= rows) {
-        return;
-    }
-    const fp16 *first = w + row * stride, *second = row + 1 < rows ? first + stride : first;
+    __shared__ float partial[MAX_WARPS][2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % sharing;
+    const int row = 2 * (int)(blockIdx.x * (blockDim.x / 32 / sharing) + warp / sharing);
+    const bool has_row = row < rows;
+    const fp16 *first = w + (has_row ? row : 0) * stride, *second = row + 1 < rows ? first + stride : first;
     uint4 a[UNROLL], b[UNROLL];
     const auto load = [&](int k) {
 #pragma unroll
@@ -68,13 +71,13 @@ __global__ void __launch_bounds__(32 * WARPS)
             }
         }
     };
-    const int begin = lane * VECTOR;
+    const int begin = part * UNROLL * STEP + lane * VECTOR;
     load(begin);  // nobody writes weights
     wait_for_previous();
     let_next_start();
     float sum[2] = {0, 0};
     bool finite = true;
-    for (int k = begin; k < cols; k += UNROLL * STEP) {
+    for (int k = begin; k < cols; k += sharing * UNROLL * STEP) {
         if (k != begin) {
             load(k);
         }
@@ -95,26 +98,39 @@ __global__ void __launch_bounds__(32 * WARPS)
     if (row == 0 && !finite) {
         note_fault(report, fault);
     }
-    if (row == 0 && lane == 0) {
+    if (row == 0 && threadIdx.x == 0) {
         count(&report->products[site].bytes, rows * stride * sizeof(fp16));
     }
     sum[0] = warp_sum(sum[0]);
     sum[1] = warp_sum(sum[1]);
+    if (lane < 2) {
+        partial[warp][lane] = lane == 0 ? sum[0] : sum[1];
+    }
+    __syncthreads();
+    if (part != 0 || lane >= 2 || !has_row) {
+        return;
+    }
+    float y = 0;
+    for (int i = 0; i < sharing; i++) {
+        y += partial[warp + i][lane];
+    }
     if (EPILOGUE == EPILOGUE_SWIGLU) {
+        const float up = __shfl_down_sync(3u, y, 1);
         if (lane == 0) {
-            static_cast<half *>(out)[row / 2] = __float2half_rn(silu(sum[0]) * sum[1]);
+            static_cast<half *>(out)[row / 2] = __float2half_rn(silu(y) * up);
         }
-    } else if (lane < 2 && row + lane < rows) {
+    } else if (row + lane < rows) {
         float *o = static_cast<float *>(out) + row + lane;
-        const float y = lane == 0 ? sum[0] : sum[1];
         *o = EPILOGUE == EPILOGUE_ADD ? *o + y : y;
     }
 }
 
 template <Epilogue EPILOGUE> void launch(const CudaLaunch *c, void *out, const Matrix *w, const fp16 *x) {
-    const unsigned blocks = (unsigned)ceil_div(w->rows, 2 * WARPS);
-    launch_overlapped(c, gemv_kernel<EPILOGUE>, dim3(blocks), 32 * WARPS, 0, out, w->dense, w->stride, (int)w->rows,
-                      (int)w->cols, x, c->report, fault_code(w), (int)w->site);
+    const size_t turns = ceil_div(w->cols, UNROLL * STEP);  // of one warp alone
+    const size_t sharing = ceil_div(turns, ceil_div(turns, MAX_WARPS)), pairs = max_size(1, MIN_WARPS / sharing);
+    launch_overlapped(c, gemv_kernel<EPILOGUE>, dim3((unsigned)ceil_div(w->rows, 2 * pairs)),
+                      32 * (unsigned)(sharing * pairs), 0, out, w->dense, w->stride, (int)w->rows, (int)w->cols,
+                      (int)sharing, x, c->report, fault_code(w), (int)w->site);
 }
 
 }  // namespace
