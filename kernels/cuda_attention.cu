@@ -77,10 +77,11 @@ __device__ __forceinline__ void store_pair(fp16 *to, float x, float y) {
  * carries a state of its own over its keys: no barrier until the end.
  * Then states are joined: across the lanes of a warp by shuffles, across warps through shared memory, across
  * splits by the block of the last one, which takes what the others post as letters (cuda_ops.cuh). Each of these sums
- * has a fixed order.
- * Shared: an out vector and a (max, sum) per warp and head, and the weights and states of what is being joined.
- * Letters: of every set and split its heads' out vectors of PAD floats, with room for HEADS, then (max, sum, 0, 0) of
- * each head: four words are waited for together. */
+ * has a fixed order. Across warps and splits every four values of an out vector are a thread's own business, which
+ * finds the weights for itself: one barrier in all, and one wait for everything that is posted.
+ * Shared: an out vector and a (max, sum) per warp and head.
+ * Letters: of every set and split its heads' out vectors of PAD floats, with room for HEADS, then as many times (max,
+ * sum, 0, 0): four words are waited for together. */
 
 #define DECODE_WARPS 8
 #define DECODE_THREADS (32 * DECODE_WARPS)
@@ -94,9 +95,8 @@ struct DecodeShape {
     static constexpr int BATCH = DECODE_WARPS * KEYS * DECODE_UNROLL;
     static constexpr int BLOCKS_PER_SM = HEADS == 1 ? 2 : 1;  // what registers allow
     static constexpr int QUADS = HEADS * PAD / 4;             // float4 of all out vectors
-    static constexpr int POSTED = QUADS + HEADS;              // by a split: these and its states, one in a float4
+    static constexpr int POSTED = 2 * QUADS;                  // by a split: these, and to each its head's state
     static_assert(LANES >= 1 && 32 % LANES == 0, "a key lies within a warp");
-    static_assert(MAX_SPLITS >= DECODE_WARPS, "weights of warps and of splits share an array");
 };
 
 /* The softmax over a part of the context, without its out vector. */
@@ -196,62 +196,49 @@ __device__ __forceinline__ void store_chunk(fp16 *to, const uint4 &chunk, int wi
     }
 }
 
-/* weight[h][i] = how much partial i of n counts in the joined state of head h. A warp per head; the caller
- * puts a barrier behind it. */
-template <int HEADS>
-__device__ void join_states(float (&weight)[HEADS][MAX_SPLITS], SoftmaxState (&joined)[HEADS],
-                            const SoftmaxState *partial, int n) {
-    const int lane = threadIdx.x % 32;
-    for (int h = threadIdx.x / 32; h < HEADS; h += DECODE_WARPS) {
-        float max = -FLT_MAX, sum = 0;
-        for (int i = lane; i < n; i += 32) {
-            max = fmaxf(max, partial[i * HEADS + h].max);
-        }
-        max = warp_max(max);
-        for (int i = lane; i < n; i += 32) {
-            weight[h][i] = exp2_approx(partial[i * HEADS + h].max - max);
-            sum += weight[h][i] * partial[i * HEADS + h].sum;
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            joined[h] = {max, sum};
-        }
+/* A part of the context, for four values of a head's out vector. */
+struct Part {
+    SoftmaxState state;
+    float4 out;
+};
+
+template <int N> __device__ __forceinline__ Part join_parts(const Part (&parts)[N]) {
+    float max = parts[0].state.max;
+#pragma unroll
+    for (int i = 1; i < N; i++) {
+        max = fmaxf(max, parts[i].state.max);
     }
+    Part joined = {{max, 0}, make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float weight = exp2_approx(parts[i].state.max - max);
+        joined.state.sum += weight * parts[i].state.sum;
+        joined.out.x += weight * parts[i].out.x;
+        joined.out.y += weight * parts[i].out.y;
+        joined.out.z += weight * parts[i].out.z;
+        joined.out.w += weight * parts[i].out.w;
+    }
+    return joined;
 }
 
-/* Four values of a head's joined out vector: the weighted sum of n partial ones, quads apart. */
-__device__ __forceinline__ float4 join_quad(const float *weight, const float4 *partial, int quads, int n) {
-    float4 out = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-    for (int i = 0; i < n; i++) {
-        const float4 v = partial[(size_t)i * quads];
-        out.x += weight[i] * v.x;
-        out.y += weight[i] * v.y;
-        out.z += weight[i] * v.z;
-        out.w += weight[i] * v.w;
-    }
-    return out;
-}
-
-/* The same of n quads that other blocks post, `stride` apart. */
-__device__ float4 join_posted(const float *weight, uint4 *posted, int stride, int n) {
+/* own joined with n parts that other blocks post: their out and their state, each `stride` behind the one before. */
+__device__ Part join_posted(Part own, uint4 *posted, int stride, int n) {
     constexpr int AT_ONCE = 8;
-    float4 out = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int first = 0; first < n; first += AT_ONCE) {
-        uint4 v[AT_ONCE];
-        take(v, posted + (size_t)first * stride, stride, n - first);
+    for (int left = n; left > 0; left -= AT_ONCE, posted += (size_t)(2 * AT_ONCE * stride)) {
+        uint4 v[2 * AT_ONCE];
+        take(v, posted, stride, 2 * left);
+        Part parts[1 + AT_ONCE] = {own};
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            if (first + i < n) {
-                out.x += weight[first + i] * __uint_as_float(v[i].x);
-                out.y += weight[first + i] * __uint_as_float(v[i].y);
-                out.z += weight[first + i] * __uint_as_float(v[i].z);
-                out.w += weight[first + i] * __uint_as_float(v[i].w);
-            }
+            const uint4 out = v[2 * i], state = v[2 * i + 1];
+            parts[1 + i].state = {i < left ? __uint_as_float(state.x) : -FLT_MAX, __uint_as_float(state.y)};
+            parts[1 + i].out = make_float4(__uint_as_float(out.x), __uint_as_float(out.y), __uint_as_float(out.z),
+                                           __uint_as_float(out.w));
         }
+        own = join_parts(parts);
     }
-    return out;
+    return own;
 }
 
 /* Join the states of the lane groups of a warp: afterwards all of them hold the joined one. */
@@ -283,9 +270,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
     decode_kernel(const Attention a, uint4 *letters) {
     using Shape = DecodeShape<PAD, HEADS>;
     __shared__ float4 warp_out[DECODE_WARPS][Shape::QUADS];
-    __shared__ SoftmaxState warp_state[DECODE_WARPS][HEADS], joined[HEADS];
-    __shared__ float weight[HEADS][MAX_SPLITS];
-    __shared__ SoftmaxState split_state[MAX_SPLITS * HEADS];
+    __shared__ SoftmaxState warp_state[DECODE_WARPS][HEADS];
 
     // What is read before wait_for_previous(), the position, angles and rows of earlier positions, was written before
     // the kernel began that makes q, k and v.
@@ -447,62 +432,34 @@ __global__ void __launch_bounds__(DECODE_THREADS, (DecodeShape<PAD, HEADS>::BLOC
             warp_state[warp][h] = state[h];
         }
     }
-    __syncthreads();  // the warps' states are complete
-    join_states<HEADS>(weight, joined, warp_state[0], DECODE_WARPS);
-    __syncthreads();  // weights are complete
+    __syncthreads();
 
-    // The block of the last split that has keys takes what the others post.
+    // A thread joins four values over the warps and, in the block of the last split that has keys, over the splits.
     const int n_others = n_active - 1;
     uint4 *posted = letters + (size_t)set * n_splits * Shape::POSTED;  // by the first split
-    if (n_others > 0) {
-        uint4 *mine = posted + (size_t)split * Shape::POSTED;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
-            const float4 v = join_quad(weight[i * 4 / PAD], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
-            if (split < n_others) {
-                post(mine + i, v);
-            } else {
-                warp_out[0][i] = v;  // no other thread reads this quad
-            }
-        }
-        if (split < n_others) {
-            if (threadIdx.x < n_heads) {
-                const SoftmaxState state = joined[threadIdx.x];
-                post(mine + Shape::QUADS + threadIdx.x, make_float4(state.max, state.sum, 0, 0));
-            }
-            return;
-        }
-        for (int i = threadIdx.x; i < n_active * HEADS; i += DECODE_THREADS) {
-            const int other = i / HEADS, h = i % HEADS;
-            split_state[i] = joined[h];
-            if (other < n_others && h < n_heads) {
-                uint4 state[1];
-                take(state, posted + other * Shape::POSTED + Shape::QUADS + h, 0, 1);
-                split_state[i] = {__uint_as_float(state[0].x), __uint_as_float(state[0].y)};
-            }
-        }
-        __syncthreads();  // states and own quads are complete
-        join_states<HEADS>(weight, joined, split_state, n_active);
-        __syncthreads();  // weights are complete
-    }
     fp16 *set_out = a.out + head_start(a, 0, kv_head * a.group + first_head);
 #pragma unroll 1
     for (int i = threadIdx.x; i < n_heads * (PAD / 4); i += DECODE_THREADS) {
         const int h = i * 4 / PAD, d = i * 4 % PAD;
-        float4 v;
-        if (n_others == 0) {
-            v = join_quad(weight[h], warp_out[0] + i, Shape::QUADS, DECODE_WARPS);
-        } else {
-            const float4 others = join_posted(weight[h], posted + i, Shape::POSTED, n_others);
-            const float4 own = join_quad(weight[h] + n_others, warp_out[0] + i, 0, 1);
-            v = make_float4(others.x + own.x, others.y + own.y, others.z + own.z, others.w + own.w);
+        Part parts[DECODE_WARPS];
+#pragma unroll
+        for (int w = 0; w < DECODE_WARPS; w++) {
+            parts[w] = {warp_state[w][h], warp_out[w][i]};
         }
+        Part joined = join_parts(parts);
+        if (split < n_others) {
+            uint4 *mine = posted + (size_t)split * Shape::POSTED + i;
+            post(mine, joined.out);
+            post(mine + Shape::QUADS, make_float4(joined.state.max, joined.state.sum, 0, 0));
+            continue;
+        }
+        joined = join_posted(joined, posted + i, Shape::QUADS, n_others);
         fp16 *to = set_out + h * a.head_dim + d;
         if (d < a.head_dim) {
-            store_pair(to, v.x / joined[h].sum, v.y / joined[h].sum);
+            store_pair(to, joined.out.x / joined.state.sum, joined.out.y / joined.state.sum);
         }
         if (d + 2 < a.head_dim) {
-            store_pair(to + 2, v.z / joined[h].sum, v.w / joined[h].sum);
+            store_pair(to + 2, joined.out.z / joined.state.sum, joined.out.w / joined.state.sum);
         }
     }
 }
