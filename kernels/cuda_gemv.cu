@@ -3,10 +3,10 @@
  *   out  (rows) fp32 or (rows / 2) fp16, by the epilogue      W  (rows, cols) fp16, rows `stride` apart, zeros
  *   x    (cols) fp16, 16-byte aligned                            between cols and stride
  *
- * Warps of a block share a pair of neighbouring rows, which is what SwiGLU needs and lets both use one load of x. They
- * are so many that each has all its columns in flight at once, if that can be: blocks are short then, and the last
- * ones end together. Lanes read 16 bytes each, UNROLL of them from each row before the first is used, and the first
- * ones before x is there. Sums in fp32, in a fixed order.
+ * Warps of a block share a pair of neighbouring rows, which is what SwiGLU needs and lets both use one load of x.
+ * They are so many that each has all its columns in flight at once, if that can be: blocks are short then, and the
+ * last ones end together. Lanes read 16 bytes each, UNROLL of them from each row before the first is used, and the
+ * first ones before x is there. Sums in fp32, in a fixed order.
  *
  * Bytes: rows * stride * 2; x stays in L1. Reference: kernels/cpu.c (dense_product). Test: tests/test_kernels.c. */
 #include "cuda_ops.cuh"
