@@ -15,7 +15,12 @@ namespace {
 
 constexpr int MIN_WARPS = 4;             // of a block: narrow matrices have several pairs of rows in one
 constexpr int MAX_WARPS = 8;
-constexpr int THREADS_PER_SM = 1024;     // at least: bounds the registers
+// Threads that an SM shall hold at least: bounds the registers. For compute capability 8.0 ptxas needs more of them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr int THREADS_PER_SM = 768;
+#else
+constexpr int THREADS_PER_SM = 1024;
+#endif
 constexpr int UNROLL = 4;
 constexpr int VECTOR = 8;                // fp16 in 16 bytes
 constexpr int STEP = 32 * VECTOR;        // columns that a warp takes with one load a lane
