@@ -202,6 +202,7 @@ struct Part {
     float4 out;
 };
 
+/* The parts joined, in their order. One without keys has max -FLT_MAX, sum 0 and out 0, and adds nothing. */
 template <int N> __device__ __forceinline__ Part join_parts(const Part (&parts)[N]) {
     float max = parts[0].state.max;
 #pragma unroll
